@@ -1,0 +1,102 @@
+//! What runs programs: [`gpu`] on wgpu, [`reference`] on the kernels' twins.
+
+pub mod gpu;
+pub mod reference;
+
+use pp_shaders::Profile;
+use thiserror::Error;
+
+use crate::program::{BufferId, Program, Shape};
+
+/// A program that a backend has prepared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ProgramId(pub usize);
+
+/// One submission: programs in order, between what is written before and read after them.
+pub struct Run<'a> {
+    /// Programs with their shapes.
+    pub programs: &'a [(ProgramId, Shape)],
+    /// Bytes to write at the start of buffers first.
+    pub writes: &'a [(BufferId, &'a [u8])],
+    /// Bytes to read from the start of buffers last.
+    pub reads: &'a [(BufferId, usize)],
+    /// The programs that will probably run next with the same reads: a backend may record them while this run is
+    /// on the device.
+    pub next: &'a [(ProgramId, Shape)],
+}
+
+/// How long a dispatch took on the device.
+#[derive(Clone, Debug)]
+pub struct OpTime {
+    /// Index of the program in [`Run::programs`], and of the dispatch in it.
+    pub op: (usize, usize),
+    /// Seconds.
+    pub seconds: f64,
+}
+
+/// Sizes that a backend holds to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceLimits {
+    /// Largest range that a kernel can see through one binding, bytes.
+    pub binding_bytes: usize,
+    /// Largest buffer, bytes.
+    pub buffer_bytes: usize,
+}
+
+/// Runs programs on buffers. Owned by one stage, used by one thread.
+pub trait Backend: Send {
+    /// The device's name, for people.
+    fn name(&self) -> &str;
+    /// The sizes of workgroups and tiles to ask for.
+    fn profile(&self) -> &Profile;
+    /// Limits of buffers.
+    fn limits(&self) -> DeviceLimits;
+    /// Makes a buffer of `bytes` bytes (rounded up to 4), all zero.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] when the device has no room for it.
+    fn create(&mut self, label: &str, bytes: usize) -> Result<BufferId, DeviceError>;
+    /// Writes `data`, a multiple of 4 bytes, at `offset`. Used for weights, in chunks.
+    ///
+    /// # Errors
+    /// When the device is lost.
+    fn write(&mut self, buffer: BufferId, offset: usize, data: &[u8]) -> Result<(), DeviceError>;
+    /// Makes pipelines and bindings of a program.
+    ///
+    /// # Errors
+    /// [`DeviceError::Pipeline`] when the driver refuses a kernel.
+    fn prepare(&mut self, program: Program) -> Result<ProgramId, DeviceError>;
+    /// Runs programs; returns the bytes of `reads`.
+    ///
+    /// # Errors
+    /// When the device is lost or does not answer.
+    fn run(&mut self, run: &Run<'_>) -> Result<Vec<Vec<u8>>, DeviceError>;
+    /// As [`Backend::run`] without writes and reads, with the time of each dispatch; empty where the device has no
+    /// clock.
+    ///
+    /// # Errors
+    /// As [`Backend::run`].
+    fn time(&mut self, programs: &[(ProgramId, Shape)]) -> Result<Vec<OpTime>, DeviceError>;
+    /// A prepared program.
+    fn program(&self, id: ProgramId) -> &Program;
+    /// Bytes of all buffers made.
+    fn allocated_bytes(&self) -> u64;
+}
+
+/// What can go wrong on a device.
+#[derive(Clone, Debug, Error)]
+#[expect(missing_docs, reason = "the messages say it")]
+pub enum DeviceError {
+    #[error("device memory is full: `{buffer}` needs {bytes} more bytes beside the {allocated} already in use")]
+    OutOfMemory { buffer: String, bytes: usize, allocated: u64 },
+    #[error("buffer `{buffer}` of {bytes} bytes is over the device's limit of {limit}")]
+    TooLarge { buffer: String, bytes: usize, limit: usize },
+    #[error("the driver refuses kernel `{kernel}`: {message}")]
+    Pipeline { kernel: String, message: String },
+    #[error("the device was lost ({message})")]
+    Lost { message: String },
+    #[error("the device did not finish a step within {seconds} s")]
+    Timeout { seconds: u64 },
+    #[error("the device reported: {message}")]
+    Validation { message: String },
+}

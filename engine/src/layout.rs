@@ -1,0 +1,542 @@
+//! What a stage will hold on its device, computed before anything is loaded.
+//!
+//! The same numbers make the answer of `pp-run plan` and the buffers of an opened stage, so the two agree.
+
+use std::ops::Range;
+
+use pp_shaders::{Act, BLOCK, Format, KvType, PAGE, Profile, SPLIT};
+use thiserror::Error;
+
+use crate::arch::{self, Arch, Bias, UnknownArch};
+use crate::backend::DeviceLimits;
+use crate::checkpoint::{Checkpoint, CheckpointError, TensorInfo};
+use crate::program::ops::{Dims, FEW_TOKENS, TOP_K, TOP_K_CHUNK};
+use crate::quant::{device_format, row_blocks};
+
+/// Head sizes that the attention kernels are made for.
+pub const HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
+/// Logits of one pass take at most so many bytes; more rows go in several passes.
+const LOGITS_BYTES_MAX: usize = 32 << 20;
+
+/// One stage of a pipeline: which layers it holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StageSpec {
+    /// Place in the pipeline, from 0.
+    pub index: usize,
+    /// Stages of the pipeline.
+    pub stages: usize,
+    /// Layers held.
+    pub layers: Range<usize>,
+}
+
+impl StageSpec {
+    /// Whether it embeds tokens.
+    pub fn is_first(&self) -> bool {
+        self.index == 0
+    }
+
+    /// Whether it makes logits.
+    pub fn is_last(&self) -> bool {
+        self.index + 1 == self.stages
+    }
+
+    /// The stages of a pipeline with so many layers on each.
+    pub fn pipeline(counts: &[usize]) -> Vec<StageSpec> {
+        let mut first = 0;
+        let ranges = counts.iter().map(|count| {
+            first += count;
+            first - count..first
+        });
+        ranges.enumerate().map(|(index, layers)| StageSpec { index, stages: counts.len(), layers }).collect()
+    }
+}
+
+/// Choices that all stages of a pipeline share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StageOptions {
+    /// Activations that quantised matrices meet; [`Act::F32`] is the exact mode.
+    pub activations: Act,
+    /// Type of cached keys and values.
+    pub kv: KvType,
+    /// Positions of the longest sequence.
+    pub context: usize,
+    /// Sequences that may hold pages at once.
+    pub sequences: usize,
+    /// Tokens of the largest micro-batch.
+    pub chunk: usize,
+}
+
+impl StageOptions {
+    /// Pages of a sequence of full length.
+    pub fn pages_per_sequence(&self) -> usize {
+        self.context.div_ceil(PAGE)
+    }
+
+    /// Pages of a stage.
+    pub fn pages(&self) -> usize {
+        self.sequences * self.pages_per_sequence()
+    }
+}
+
+/// Why a stage cannot hold what it should.
+#[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages say it")]
+pub enum LayoutError {
+    #[error(transparent)]
+    Arch(#[from] UnknownArch),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error("heads of {found} values are not supported; supported are {HEAD_DIMS:?}")]
+    HeadDim { found: usize },
+    #[error(
+        "{dims} rotated dimensions of a head of {head_dim} are not supported: they must be a multiple of 8 and at most the head (all of it in a GGUF of this architecture)"
+    )]
+    RopeDims { dims: usize, head_dim: usize },
+    #[error("tensor `{tensor}` is a vector and stored as {found}; vectors are read as F32, F16 or BF16")]
+    Vector { tensor: String, found: &'static str },
+    #[error("one row of `{tensor}` takes {bytes} bytes, but the device binds at most {limit} at a time")]
+    Binding { tensor: String, bytes: usize, limit: usize },
+    #[error(
+        "a context of {context} tokens takes {bytes} bytes for one head of keys, but the device binds at most {limit} at a time: use a --ctx of at most {fits}"
+    )]
+    KvBinding { context: usize, bytes: usize, limit: usize, fits: usize },
+}
+
+/// Rows of a matrix that come from one tensor.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// The rows.
+    pub tensor: TensorInfo,
+    /// Their biases, one a row.
+    pub bias: Option<TensorInfo>,
+    /// Heads of so many rows whose rotated pairs stand side by side in the file and half a head apart here.
+    pub interleaved: Option<usize>,
+}
+
+/// A matrix to be made on the device.
+#[derive(Clone, Debug)]
+pub struct MatrixLayout {
+    /// Tensors of one format, one under the other.
+    pub parts: Vec<Part>,
+    /// Format on the device.
+    pub format: Format,
+    /// Rows of the product before its own.
+    pub y_offset: usize,
+    /// Rows.
+    pub rows: usize,
+    /// Values of a row.
+    pub cols: usize,
+    /// Row ranges that fit a binding each.
+    pub chunks: Vec<Range<usize>>,
+}
+
+impl MatrixLayout {
+    /// Blocks of a row.
+    pub fn blocks(&self) -> usize {
+        row_blocks(self.cols)
+    }
+
+    /// Names of its tensors.
+    pub fn name(&self) -> String {
+        self.parts.iter().map(|part| part.tensor.name.trim_end_matches(".weight")).collect::<Vec<_>>().join("+")
+    }
+
+    /// Whether any of its parts has a bias.
+    pub fn has_bias(&self) -> bool {
+        self.parts.iter().any(|part| part.bias.is_some())
+    }
+
+    /// Bytes on the device.
+    pub fn device_bytes(&self) -> usize {
+        let bias = if self.has_bias() { 4 * self.rows } else { 0 };
+        self.chunks.iter().map(|rows| self.format.bytes(rows.len(), self.blocks())).sum::<usize>() + bias
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
+        self.parts.iter().flat_map(|part| std::iter::once(&part.tensor).chain(&part.bias))
+    }
+}
+
+/// The weights of one layer.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "as in `arch::Layer`")]
+pub struct LayerLayout {
+    pub index: usize,
+    pub attn_norm: TensorInfo,
+    pub qkv: Vec<MatrixLayout>,
+    pub qk_norms: Option<[TensorInfo; 2]>,
+    pub output: Vec<MatrixLayout>,
+    pub ffn_norm: TensorInfo,
+    pub gate_up: Vec<MatrixLayout>,
+    pub down: Vec<MatrixLayout>,
+}
+
+impl LayerLayout {
+    fn matrices(&self) -> impl Iterator<Item = &MatrixLayout> {
+        self.qkv.iter().chain(&self.output).chain(&self.gate_up).chain(&self.down)
+    }
+
+    fn vectors(&self) -> impl Iterator<Item = &TensorInfo> {
+        [&self.attn_norm, &self.ffn_norm].into_iter().chain(self.qk_norms.iter().flatten())
+    }
+}
+
+/// The final norm and the LM head.
+#[derive(Clone, Debug)]
+pub struct HeadLayout {
+    /// [hidden]
+    pub norm: TensorInfo,
+    /// [vocab, hidden]
+    pub matrix: MatrixLayout,
+    /// Whether it is the stage's own embedding, held once.
+    pub shares_embedding: bool,
+}
+
+/// A buffer between kernels.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkBuffer {
+    /// Its name.
+    pub name: &'static str,
+    /// Its size.
+    pub bytes: usize,
+}
+
+/// Everything that a stage holds.
+pub struct StageLayout {
+    /// Which layers.
+    pub spec: StageSpec,
+    /// The choices it was made for.
+    pub options: StageOptions,
+    /// The architecture.
+    pub arch: &'static Arch,
+    /// Numbers of the model.
+    pub dims: Dims,
+    /// The embedding, on the first stage.
+    pub embedding: Option<MatrixLayout>,
+    /// The layers.
+    pub layers: Vec<LayerLayout>,
+    /// Norm and LM head, on the last stage.
+    pub head: Option<HeadLayout>,
+    /// (first kv head, kv heads) of each pair of KV buffers of a layer.
+    pub kv_groups: Vec<(usize, usize)>,
+    /// Buffers between kernels, by name.
+    pub work: Vec<WorkBuffer>,
+    /// Rows of logits of one pass.
+    pub outputs_max: usize,
+}
+
+impl StageLayout {
+    /// Lays out one stage of `checkpoint` for a device with those limits.
+    ///
+    /// # Errors
+    /// [`LayoutError`]: a tensor is missing or of the wrong shape or type, or the model is of a kind that the kernels
+    /// are not made for.
+    pub fn new(
+        checkpoint: &Checkpoint,
+        spec: StageSpec,
+        options: StageOptions,
+        profile: &Profile,
+        limits: DeviceLimits,
+    ) -> Result<StageLayout, LayoutError> {
+        let config = &checkpoint.config;
+        let arch = arch::find(&config.arch)?;
+        if !HEAD_DIMS.contains(&config.head_dim) {
+            return Err(LayoutError::HeadDim { found: config.head_dim });
+        }
+        let partial = config.rope.dims != config.head_dim;
+        if config.rope.dims % 8 != 0 || config.rope.dims > config.head_dim || (partial && checkpoint.rope_interleaved())
+        {
+            return Err(LayoutError::RopeDims { dims: config.rope.dims, head_dim: config.head_dim });
+        }
+        let dims = Dims {
+            hidden: config.hidden,
+            intermediate: config.intermediate,
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            rope_pairs: config.rope.dims / 2,
+            rms_eps: config.rms_eps,
+            vocab: config.vocab,
+        };
+        let source = Source { checkpoint, dims: &dims, limit: limits.binding_bytes };
+        let embedding = if spec.is_first() { Some(source.embedding()?) } else { None };
+        let layers = spec.layers.clone().map(|index| source.layer(arch, index)).collect::<Result<Vec<_>, _>>()?;
+        let head = if spec.is_last() { Some(source.head(spec.is_first())?) } else { None };
+        let kv_groups = kv_groups(&dims, &options, limits.binding_bytes)?;
+        let outputs_max = (LOGITS_BYTES_MAX / (4 * dims.vocab)).clamp(1, options.chunk.max(FEW_TOKENS));
+        let mut layout = StageLayout {
+            spec,
+            options,
+            arch,
+            dims,
+            embedding,
+            layers,
+            head,
+            kv_groups,
+            work: Vec::new(),
+            outputs_max,
+        };
+        layout.work = layout.work_buffers(profile);
+        for buffer in &layout.work {
+            if buffer.bytes > limits.binding_bytes {
+                return Err(LayoutError::Binding {
+                    tensor: buffer.name.to_owned(),
+                    bytes: buffer.bytes,
+                    limit: limits.binding_bytes,
+                });
+            }
+        }
+        Ok(layout)
+    }
+
+    fn matrices(&self) -> impl Iterator<Item = &MatrixLayout> {
+        let head = self.head.iter().filter(|head| !head.shares_embedding).map(|head| &head.matrix);
+        self.embedding.iter().chain(self.layers.iter().flat_map(LayerLayout::matrices)).chain(head)
+    }
+
+    /// Every tensor that the stage reads.
+    pub fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
+        let vectors = self.layers.iter().flat_map(LayerLayout::vectors);
+        self.matrices().flat_map(MatrixLayout::tensors).chain(vectors).chain(self.head.iter().map(|head| &head.norm))
+    }
+
+    /// Bytes that the stage reads from the checkpoint.
+    pub fn file_bytes(&self) -> u64 {
+        self.tensors().map(|tensor| tensor.bytes() as u64).sum()
+    }
+
+    /// Bytes of weights on the device.
+    pub fn weight_bytes(&self) -> u64 {
+        let norms = self.layers.iter().flat_map(LayerLayout::vectors).chain(self.head.iter().map(|head| &head.norm));
+        let norms: usize = norms.map(|tensor| 4 * tensor.elements()).sum();
+        (self.matrices().map(MatrixLayout::device_bytes).sum::<usize>() + norms) as u64
+    }
+
+    /// Bytes of one buffer of keys (or of values) for `kv_heads` heads.
+    pub fn kv_buffer_bytes(&self, kv_heads: usize) -> usize {
+        self.options.pages() * PAGE * kv_heads * self.dims.head_dim * self.options.kv.bytes()
+    }
+
+    /// Bytes of cached keys and values.
+    pub fn kv_bytes(&self) -> u64 {
+        let layer: usize = self.kv_groups.iter().map(|(_, heads)| 2 * self.kv_buffer_bytes(*heads)).sum();
+        (layer * self.layers.len()) as u64
+    }
+
+    /// Bytes of keys and values of one token.
+    pub fn kv_bytes_per_token(&self) -> u64 {
+        (2 * self.layers.len() * self.dims.kv_heads * self.dims.head_dim * self.options.kv.bytes()) as u64
+    }
+
+    /// Bytes of the buffers between kernels.
+    pub fn work_bytes(&self) -> u64 {
+        self.work.iter().map(|buffer| buffer.bytes as u64).sum()
+    }
+
+    /// Bytes of everything.
+    pub fn device_bytes(&self) -> u64 {
+        self.weight_bytes() + self.kv_bytes() + self.work_bytes()
+    }
+
+    /// Tensors that take another format on the device than in the file, as (file, device) names with their number.
+    pub fn widened(&self) -> Vec<(&'static str, &'static str, usize)> {
+        let mut found: Vec<(&str, &str, usize)> = Vec::new();
+        for part in self.matrices().flat_map(|matrix| &matrix.parts) {
+            let (from, to) = (part.tensor.dtype.name(), device_format(part.tensor.dtype).name());
+            if from != to {
+                match found.iter_mut().find(|(f, t, _)| (*f, *t) == (from, to)) {
+                    Some((_, _, count)) => *count += 1,
+                    None => found.push((from, to, 1)),
+                }
+            }
+        }
+        found
+    }
+
+    /// Positions of attention's splits in a full context.
+    pub fn splits_max(&self) -> usize {
+        self.options.context.div_ceil(SPLIT)
+    }
+
+    fn meets(&self, act: Act) -> bool {
+        let head = self.head.iter().map(|head| &head.matrix);
+        let products = self.layers.iter().flat_map(LayerLayout::matrices).chain(head);
+        products
+            .map(
+                |matrix| {
+                    if self.options.activations == Act::Q8 && matrix.format.is_quantised() { Act::Q8 } else { Act::F32 }
+                },
+            )
+            .any(|met| met == act)
+    }
+
+    fn work_buffers(&self, profile: &Profile) -> Vec<WorkBuffer> {
+        let d = &self.dims;
+        let tokens = self.options.chunk.max(FEW_TOKENS);
+        let few = FEW_TOKENS.min(tokens);
+        let tile = (profile.matmul_lanes * profile.matmul_cols) as usize;
+        let heads = d.heads * d.head_dim;
+        let blocks = row_blocks(d.hidden).max(row_blocks(heads)).max(row_blocks(d.intermediate));
+        let padded = tokens.next_multiple_of(tile);
+        let mut buffers = Vec::new();
+        let mut add = |name, bytes: usize| buffers.push(WorkBuffer { name, bytes: bytes.next_multiple_of(4).max(16) });
+        add("x", 4 * tokens * d.hidden);
+        if self.meets(Act::Q8) {
+            add("act_q8", padded * blocks * BLOCK);
+            add("act_q8_scales", 8 * padded * blocks);
+        }
+        if self.meets(Act::F32) {
+            add("act_f32", 4 * padded * blocks * BLOCK);
+            add("act_f32_scales", 8 * padded * blocks);
+        }
+        add("qkv", 4 * tokens * (d.heads + 2 * d.kv_heads) * d.head_dim);
+        add("q", 4 * tokens * heads);
+        add("attention", 4 * tokens * heads);
+        add("part_out", 4 * few * heads * self.splits_max());
+        add("part_stat", 8 * few * d.heads * self.splits_max());
+        add("gate_up", 4 * tokens * 2 * d.intermediate);
+        add("tokens", 16 * tokens);
+        add("rotation", 8 * tokens * d.rope_pairs);
+        add("pages", 4 * self.options.pages());
+        add("tiles", 16 * tokens);
+        add("outputs", 16 * self.outputs_max);
+        let outputs = if self.head.is_some() { self.outputs_max } else { 0 };
+        let chunks = d.vocab.div_ceil(TOP_K_CHUNK as usize);
+        add("logits", 4 * outputs * d.vocab);
+        add("best", 8 * outputs * chunks * TOP_K as usize);
+        add("stats", 16 * outputs * chunks);
+        add("result", 8 * outputs * (TOP_K as usize + 2));
+        add("nothing", 16);
+        buffers
+    }
+}
+
+fn kv_groups(dims: &Dims, options: &StageOptions, limit: usize) -> Result<Vec<(usize, usize)>, LayoutError> {
+    let head = PAGE * dims.head_dim * options.kv.bytes();
+    let bytes = options.pages() * head;
+    let fit = limit / bytes.max(1);
+    if fit == 0 {
+        let fits = limit / head / options.sequences * PAGE;
+        return Err(LayoutError::KvBinding { context: options.context, bytes, limit, fits });
+    }
+    Ok((0..dims.kv_heads).step_by(fit).map(|first| (first, fit.min(dims.kv_heads - first))).collect())
+}
+
+/// Finds tensors and joins them into matrices.
+struct Source<'a> {
+    checkpoint: &'a Checkpoint,
+    dims: &'a Dims,
+    limit: usize,
+}
+
+impl Source<'_> {
+    fn vector(&self, name: &str, len: usize) -> Result<TensorInfo, LayoutError> {
+        let tensor = self.checkpoint.require(name, &[len])?;
+        if tensor.dtype.block_elements() > 1 {
+            return Err(LayoutError::Vector { tensor: name.to_owned(), found: tensor.dtype.name() });
+        }
+        Ok(tensor.clone())
+    }
+
+    /// A matrix with a bias where the checkpoint has one.
+    fn part(&self, name: &str, rows: usize, cols: usize, bias: Bias) -> Result<Part, LayoutError> {
+        let tensor = self.checkpoint.require(&format!("{name}.weight"), &[rows, cols])?.clone();
+        let bias_name = format!("{name}.bias");
+        let bias = match bias {
+            Bias::Optional if self.checkpoint.tensor(&bias_name).is_none() => None,
+            _ => Some(self.vector(&bias_name, rows)?),
+        };
+        Ok(Part { tensor, bias, interleaved: None })
+    }
+
+    fn layer(&self, arch: &Arch, index: usize) -> Result<LayerLayout, LayoutError> {
+        let d = self.dims;
+        let name = |what: &str| format!("blk.{index}.{what}");
+        let interleaved = self.checkpoint.rope_interleaved().then_some(d.head_dim);
+        let mut q = self.part(&name("attn_q"), d.heads * d.head_dim, d.hidden, arch.qkv_bias)?;
+        let mut k = self.part(&name("attn_k"), d.kv_heads * d.head_dim, d.hidden, arch.qkv_bias)?;
+        let v = self.part(&name("attn_v"), d.kv_heads * d.head_dim, d.hidden, arch.qkv_bias)?;
+        q.interleaved = interleaved;
+        k.interleaved = interleaved;
+        let qk_norms = if arch.qk_norm {
+            Some([
+                self.vector(&name("attn_q_norm.weight"), d.head_dim)?,
+                self.vector(&name("attn_k_norm.weight"), d.head_dim)?,
+            ])
+        } else {
+            None
+        };
+        let optional = |what: &str, rows, cols| self.part(&name(what), rows, cols, Bias::Optional);
+        Ok(LayerLayout {
+            index,
+            attn_norm: self.vector(&name("attn_norm.weight"), d.hidden)?,
+            qkv: self.join(vec![q, k, v])?,
+            qk_norms,
+            output: self.join(vec![optional("attn_output", d.hidden, d.heads * d.head_dim)?])?,
+            ffn_norm: self.vector(&name("ffn_norm.weight"), d.hidden)?,
+            gate_up: self.join(vec![
+                optional("ffn_gate", d.intermediate, d.hidden)?,
+                optional("ffn_up", d.intermediate, d.hidden)?,
+            ])?,
+            down: self.join(vec![optional("ffn_down", d.hidden, d.intermediate)?])?,
+        })
+    }
+
+    fn embedding(&self) -> Result<MatrixLayout, LayoutError> {
+        let tensor = self.checkpoint.require("token_embd.weight", &[self.dims.vocab, self.dims.hidden])?.clone();
+        self.matrix(vec![Part { tensor, bias: None, interleaved: None }], 0)
+    }
+
+    /// The LM head; a checkpoint without one uses the embedding, whatever its configuration says.
+    fn head(&self, holds_embedding: bool) -> Result<HeadLayout, LayoutError> {
+        let norm = self.vector("output_norm.weight", self.dims.hidden)?;
+        let own = self.checkpoint.tensor("output.weight").is_some()
+            || self.checkpoint.unsupported().iter().any(|(name, _)| name == "output.weight");
+        if !own {
+            if !self.checkpoint.config.tie_embeddings {
+                tracing::warn!(
+                    "the configuration says that embedding and LM head are not tied, but there is no `output.weight`: the embedding is used for both"
+                );
+            }
+            return Ok(HeadLayout { norm, matrix: self.embedding()?, shares_embedding: holds_embedding });
+        }
+        let tensor = self.checkpoint.require("output.weight", &[self.dims.vocab, self.dims.hidden])?.clone();
+        let matrix = self.matrix(vec![Part { tensor, bias: None, interleaved: None }], 0)?;
+        Ok(HeadLayout { norm, matrix, shares_embedding: false })
+    }
+
+    /// Neighbours of one format become one matrix.
+    fn join(&self, parts: Vec<Part>) -> Result<Vec<MatrixLayout>, LayoutError> {
+        let mut groups: Vec<Vec<Part>> = Vec::new();
+        for part in parts {
+            match groups.last_mut() {
+                Some(group) if device_format(group[0].tensor.dtype) == device_format(part.tensor.dtype) => {
+                    group.push(part)
+                }
+                _ => groups.push(vec![part]),
+            }
+        }
+        let mut y_offset = 0;
+        let mut matrices = Vec::new();
+        for group in groups {
+            let matrix = self.matrix(group, y_offset)?;
+            y_offset += matrix.rows;
+            matrices.push(matrix);
+        }
+        Ok(matrices)
+    }
+
+    fn matrix(&self, parts: Vec<Part>, y_offset: usize) -> Result<MatrixLayout, LayoutError> {
+        let format = device_format(parts[0].tensor.dtype);
+        let cols = parts[0].tensor.row_elements();
+        let rows = parts.iter().map(|part| part.tensor.shape[0]).sum();
+        // Chunks begin at multiples of 64 rows: streams of half words stay aligned.
+        let row = format.stream_bytes(64, row_blocks(cols)).into_iter().max().unwrap_or(0);
+        let most = self.limit / row.max(1) * 64;
+        if most == 0 {
+            return Err(LayoutError::Binding { tensor: parts[0].tensor.name.clone(), bytes: row, limit: self.limit });
+        }
+        let chunks = (0..rows).step_by(most).map(|first| first..rows.min(first + most)).collect();
+        Ok(MatrixLayout { parts, format, y_offset, rows, cols, chunks })
+    }
+}

@@ -1,0 +1,26 @@
+//! What a stage of a pipeline computes, and the policies around it.
+//!
+//! The engine is synchronous: a stage is one thread that owns its device. It knows neither the command line nor the
+//! network; frames cross stages through `pp_transport::Port`.
+//!
+//! The data path, one file a step: [`checkpoint`] and [`config`] → [`split`] → [`layout`] → [`weights`] (+ [`quant`]) →
+//! [`arch`] → [`program`] → [`stage`] on a [`backend`] → port → next stage … → tail → port → [`head`], which samples.
+
+pub mod arch;
+pub mod backend;
+pub mod chat_template;
+pub mod checkpoint;
+pub mod config;
+pub mod head;
+pub mod kv;
+pub mod layout;
+pub mod message;
+pub mod pipeline;
+pub mod program;
+pub mod quant;
+pub mod sampler;
+pub mod split;
+pub mod stage;
+pub mod tokenizer;
+pub mod weights;
+pub mod worker;

@@ -1,0 +1,459 @@
+//! The verbs that programs are written in: one a kernel.
+//!
+//! A verb picks the variant for the bucket of the program and for the formats of its weights, and names the buffers.
+//! A [`Bucket`] is a range of step sizes that one program serves.
+
+use bytemuck::bytes_of;
+use pp_shaders::params::{self, ADD_BIAS, ADD_TO_Y};
+use pp_shaders::{Act, BLOCK, Kernel, KvType, Profile, Variant};
+
+use super::{BufferId, Count, Grid, Op, Program};
+
+/// Candidates that top-k returns at most.
+pub const TOP_K: u32 = 64;
+/// Logits that one workgroup of top-k looks at.
+pub const TOP_K_CHUNK: u32 = 4096;
+/// Most tokens that the matvec kernels and decode attention take at once.
+pub const FEW_TOKENS: usize = 8;
+/// Side of the tiles of the staged matmul, and the rows and tokens a thread makes of it.
+const TILE: u32 = 64;
+const TILE_SIDE: u32 = 4;
+
+/// Numbers of a model that programs are made of.
+#[derive(Clone, Debug, PartialEq)]
+#[expect(missing_docs, reason = "the names of the field")]
+pub struct Dims {
+    pub hidden: usize,
+    pub intermediate: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    /// Rotated pairs of a head.
+    pub rope_pairs: usize,
+    pub rms_eps: f32,
+    pub vocab: usize,
+}
+
+/// Which step sizes a program serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Bucket {
+    /// At most so many tokens (1, 2, 4 or 8), each attending on its own: decode.
+    Few(u32),
+    /// Any number of tokens: prefill.
+    Many,
+}
+
+impl Bucket {
+    /// The bucket for `tokens` tokens.
+    pub fn of(tokens: usize) -> Bucket {
+        if tokens <= FEW_TOKENS { Bucket::Few(tokens.next_power_of_two() as u32) } else { Bucket::Many }
+    }
+}
+
+/// Rows of a matrix that fit a binding.
+#[derive(Clone, Debug)]
+pub struct Chunk {
+    /// First row, and how many.
+    pub first_row: usize,
+    /// Rows.
+    pub rows: usize,
+    /// The streams of the format.
+    pub streams: Vec<BufferId>,
+    /// Added to the product.
+    pub bias: Option<BufferId>,
+}
+
+/// A weight matrix on the device.
+#[derive(Clone, Debug)]
+pub struct Matrix {
+    /// Tensors it was made of, for people.
+    pub name: String,
+    /// Its format.
+    pub format: pp_shaders::Format,
+    /// Rows of the product that stand before its own.
+    pub y_offset: usize,
+    /// Values of a row.
+    pub cols: usize,
+    /// Blocks of a row.
+    pub blocks: usize,
+    /// Its rows.
+    pub chunks: Vec<Chunk>,
+}
+
+impl Matrix {
+    /// The type of the activations it meets in a mode.
+    pub fn act(&self, mode: Act) -> Act {
+        if mode == Act::Q8 && self.format.is_quantised() { Act::Q8 } else { Act::F32 }
+    }
+
+    /// Rows of all chunks.
+    pub fn rows(&self) -> usize {
+        self.chunks.iter().map(|chunk| chunk.rows).sum()
+    }
+}
+
+/// A product of several matrices with the same input, one after the other in the output.
+pub type Linear = Vec<Matrix>;
+
+/// Keys and values of some kv heads of a layer.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "the names of the field")]
+pub struct KvBuffers {
+    pub first_kv: usize,
+    pub kv_heads: usize,
+    pub keys: BufferId,
+    pub values: BufferId,
+}
+
+/// The buffers between kernels; a stage has one set.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "shapes are at their allocation in `layout`")]
+pub struct WorkBuffers {
+    pub x: BufferId,
+    pub act_q8: Option<[BufferId; 2]>,
+    pub act_f32: Option<[BufferId; 2]>,
+    pub qkv: BufferId,
+    pub q: BufferId,
+    pub attention: BufferId,
+    pub part_out: BufferId,
+    pub part_stat: BufferId,
+    pub gate_up: BufferId,
+    pub tokens: BufferId,
+    pub rotation: BufferId,
+    pub pages: BufferId,
+    pub tiles: BufferId,
+    pub outputs: BufferId,
+    pub logits: BufferId,
+    pub best: BufferId,
+    pub stats: BufferId,
+    pub result: BufferId,
+    /// Stands where a kernel binds something that it will not touch.
+    pub nothing: BufferId,
+}
+
+/// A program in the making.
+pub struct Ops<'a> {
+    program: Program,
+    profile: &'a Profile,
+    dims: &'a Dims,
+    work: &'a WorkBuffers,
+    mode: Act,
+    kv: KvType,
+    splits_max: usize,
+    bucket: Bucket,
+    count: Count,
+    scope: String,
+}
+
+impl<'a> Ops<'a> {
+    /// An empty program for a bucket. `splits_max` is the number of attention splits of a full context.
+    #[expect(clippy::too_many_arguments, reason = "all that a verb may need, once")]
+    pub fn new(
+        profile: &'a Profile,
+        dims: &'a Dims,
+        work: &'a WorkBuffers,
+        mode: Act,
+        kv: KvType,
+        splits_max: usize,
+        bucket: Bucket,
+        count: Count,
+    ) -> Ops<'a> {
+        Ops {
+            program: Program::default(),
+            profile,
+            dims,
+            work,
+            mode,
+            kv,
+            splits_max,
+            bucket,
+            count,
+            scope: String::new(),
+        }
+    }
+
+    /// The program.
+    pub fn finish(self) -> Program {
+        self.program
+    }
+
+    /// Names what the next verbs belong to.
+    pub fn scope(&mut self, scope: impl Into<String>) {
+        self.scope = scope.into();
+    }
+
+    /// Tokens that stand together in activations: 1 for matvec, a tile for matmul.
+    fn act_lanes(&self) -> u32 {
+        match self.bucket {
+            Bucket::Few(_) => 1,
+            Bucket::Many => self.profile.matmul_lanes * self.profile.matmul_cols,
+        }
+    }
+
+    fn act_buffers(&self, act: Act) -> [BufferId; 2] {
+        let buffers = match act {
+            Act::Q8 => self.work.act_q8,
+            Act::F32 => self.work.act_f32,
+        };
+        buffers.expect("a stage makes the activation buffers that its matrices meet")
+    }
+
+    /// The activation types that a product's matrices meet.
+    fn acts(&self, consumer: &Linear) -> Vec<Act> {
+        let met = |act| consumer.iter().any(|matrix| matrix.act(self.mode) == act);
+        [Act::Q8, Act::F32].into_iter().filter(|act| met(*act)).collect()
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "one place that makes a dispatch")]
+    fn push(
+        &mut self,
+        variant: Variant,
+        params: &[u8],
+        buffers: Vec<BufferId>,
+        grid: Grid,
+        what: &str,
+        weight_bytes: usize,
+        operations: usize,
+    ) {
+        let note = if self.scope.is_empty() { what.to_owned() } else { format!("{} {what}", self.scope) };
+        let (weight_bytes, operations) = (weight_bytes as u64, operations as u64);
+        self.program.ops.push(Op {
+            variant,
+            params: params.to_vec(),
+            buffers,
+            grid,
+            count: self.count,
+            note,
+            weight_bytes,
+            operations,
+        });
+    }
+
+    /// x = rows of the embedding.
+    pub fn embed(&mut self, table: &Matrix) {
+        for chunk in &table.chunks {
+            let variant =
+                Variant::new(Kernel::Embed, Some(table.format), None, None, &[("WORKGROUP", self.profile.flat)]);
+            let params = params::Embed {
+                tokens: 0,
+                blocks: table.blocks as u32,
+                hidden: self.dims.hidden as u32,
+                first_row: chunk.first_row as u32,
+                rows: chunk.rows as u32,
+            };
+            let mut buffers = chunk.streams.clone();
+            buffers.extend([self.work.tokens, self.work.x]);
+            let grid = Grid::Flat { items: table.blocks as u32, workgroup: self.profile.flat };
+            self.push(variant, bytes_of(&params), buffers, grid, &table.name, 0, 0);
+        }
+    }
+
+    /// Activations for `consumer` = RMSNorm of x, of the rows in `outputs` where the program counts outputs.
+    pub fn rmsnorm(&mut self, gain: BufferId, consumer: &Linear, what: &str) {
+        let hidden = self.dims.hidden;
+        for act in self.acts(consumer) {
+            let [words, scales] = self.act_buffers(act);
+            let variant = Variant::new(Kernel::RmsNorm, None, Some(act), None, &[("WORKGROUP", self.profile.norm)]);
+            let params = params::RmsNorm {
+                tokens: 0,
+                hidden: hidden as u32,
+                blocks: hidden.div_ceil(BLOCK) as u32,
+                act_lanes: self.act_lanes(),
+                use_rows: u32::from(self.count == Count::Outputs),
+                eps: self.dims.rms_eps,
+            };
+            let buffers = vec![self.work.x, gain, self.work.outputs, words, scales];
+            self.push(variant, bytes_of(&params), buffers, Grid::Each, what, 0, 4 * hidden);
+        }
+    }
+
+    /// y = W a (+ bias), or y += W a, for every matrix of the product. `y_stride` is a row of y.
+    pub fn linear(&mut self, product: &Linear, y: BufferId, y_stride: usize, add: bool) {
+        for matrix in product {
+            let act = matrix.act(self.mode);
+            let [words, scales] = self.act_buffers(act);
+            for chunk in &matrix.chunks {
+                let (variant, rows_each, tokens) = self.product_variant(matrix, act);
+                let flags = if chunk.bias.is_some() { ADD_BIAS } else { 0 } | if add { ADD_TO_Y } else { 0 };
+                let params = params::Matmul {
+                    tokens: 0,
+                    blocks: matrix.blocks as u32,
+                    rows: chunk.rows as u32,
+                    y_stride: y_stride as u32,
+                    y_offset: (matrix.y_offset + chunk.first_row) as u32,
+                    flags,
+                };
+                let mut buffers = chunk.streams.clone();
+                buffers.extend([words, scales, chunk.bias.unwrap_or(self.work.nothing), y]);
+                let grid = Grid::Rows { workgroups: (chunk.rows as u32).div_ceil(rows_each), tokens };
+                let bytes = matrix.format.bytes(chunk.rows, matrix.blocks);
+                self.push(variant, bytes_of(&params), buffers, grid, &matrix.name, bytes, 2 * chunk.rows * matrix.cols);
+            }
+        }
+    }
+
+    /// The kernel of a product, with the rows and the tokens of one workgroup.
+    fn product_variant(&self, matrix: &Matrix, act: Act) -> (Variant, u32, u32) {
+        let p = self.profile;
+        let format = Some(matrix.format);
+        match self.bucket {
+            Bucket::Few(cols) => {
+                let kernel = if act == Act::Q8 { Kernel::MatvecQ8 } else { Kernel::MatvecF32 };
+                let rows = if cols > 2 { p.matvec_rows.min(4) } else { p.matvec_rows };
+                let sizes = [("GROUPS", p.matvec_groups), ("ROWS", rows), ("COLS", cols)];
+                (Variant::new(kernel, format, None, None, &sizes), p.matvec_groups * rows, cols)
+            }
+            Bucket::Many if act == Act::Q8 && p.tiled => (
+                Variant::new(Kernel::MatmulTileQ8, format, None, None, &[("TILE", TILE), ("SIDE", TILE_SIDE)]),
+                TILE,
+                TILE,
+            ),
+            Bucket::Many => {
+                let kernel = if act == Act::Q8 { Kernel::MatmulQ8 } else { Kernel::MatmulF32 };
+                let sizes = [("LANES", p.matmul_lanes), ("COLS", p.matmul_cols), ("ROWS", p.matmul_rows)];
+                (Variant::new(kernel, format, None, None, &sizes), p.matmul_rows, p.matmul_lanes * p.matmul_cols)
+            }
+        }
+    }
+
+    /// q = rotated and scaled queries; keys and values into their pages. `norms`: RMSNorm of q's and k's heads.
+    pub fn rope_kv(&mut self, layer: &[KvBuffers], norms: Option<BufferId>) {
+        let d = self.dims;
+        for kv in layer {
+            let constants = [("WORKGROUP", self.profile.flat), ("HEAD_DIM", d.head_dim as u32)];
+            let variant = Variant::new(Kernel::RopeKv, None, None, Some(self.kv), &constants);
+            let params = params::RopeKv {
+                tokens: 0,
+                heads: d.heads as u32,
+                kv_heads: d.kv_heads as u32,
+                first_kv: kv.first_kv as u32,
+                kv_heads_here: kv.kv_heads as u32,
+                pairs: d.rope_pairs as u32,
+                use_norms: u32::from(norms.is_some()),
+                scale: 1.0 / (d.head_dim as f32).sqrt(),
+                eps: d.rms_eps,
+            };
+            let w = self.work;
+            let buffers =
+                vec![w.qkv, norms.unwrap_or(w.nothing), w.tokens, w.pages, w.rotation, w.q, kv.keys, kv.values];
+            let units = kv.kv_heads * (d.heads / d.kv_heads + 2);
+            let items = units * (d.head_dim / 4 - d.rope_pairs / 4);
+            let grid = Grid::Flat { items: items as u32, workgroup: self.profile.flat };
+            self.push(variant, bytes_of(&params), buffers, grid, "rope, write kv", 0, 0);
+        }
+    }
+
+    /// Activations for `consumer` = softmax(q K') V, causal.
+    pub fn attention(&mut self, layer: &[KvBuffers], consumer: &Linear) {
+        match self.bucket {
+            Bucket::Few(_) => self.attention_few(layer, consumer),
+            Bucket::Many => self.attention_many(layer, consumer),
+        }
+    }
+
+    fn attention_few(&mut self, layer: &[KvBuffers], consumer: &Linear) {
+        let (d, w) = (self.dims, self.work);
+        let group = d.heads / d.kv_heads;
+        // Query heads that share the reading of their kv head in one workgroup.
+        let heads = (1..=group.min(8)).rev().find(|h| group % h == 0).unwrap_or(1);
+        for kv in layer {
+            let constants = [
+                ("WORKGROUP", self.profile.decode_threads),
+                ("KEY_LANES", self.profile.key_lanes),
+                ("HEAD_DIM", d.head_dim as u32),
+                ("HEADS", heads as u32),
+            ];
+            let variant = Variant::new(Kernel::AttnDecode, None, None, Some(self.kv), &constants);
+            let params = params::AttnDecode {
+                tokens: 0,
+                heads: d.heads as u32,
+                kv_heads: d.kv_heads as u32,
+                first_kv: kv.first_kv as u32,
+                kv_heads_here: kv.kv_heads as u32,
+                splits: self.splits_max as u32,
+            };
+            let buffers = vec![w.q, kv.keys, kv.values, w.tokens, w.pages, w.part_out, w.part_stat];
+            let grid = Grid::Splits { x: (kv.kv_heads * group / heads) as u32 };
+            self.push(variant, bytes_of(&params), buffers, grid, "attention", 0, 0);
+        }
+        for act in self.acts(consumer) {
+            let [words, scales] = self.act_buffers(act);
+            let blocks = (d.heads * d.head_dim).div_ceil(BLOCK) as u32;
+            let constants = [("WORKGROUP", self.profile.flat), ("HEAD_DIM", d.head_dim as u32)];
+            let variant = Variant::new(Kernel::AttnReduce, None, Some(act), None, &constants);
+            let params = params::AttnReduce {
+                tokens: 0,
+                heads: d.heads as u32,
+                splits: self.splits_max as u32,
+                blocks,
+                act_lanes: self.act_lanes(),
+            };
+            let buffers = vec![w.part_out, w.part_stat, w.tokens, words, scales];
+            let grid = Grid::Flat { items: blocks, workgroup: self.profile.flat };
+            self.push(variant, bytes_of(&params), buffers, grid, "merge splits", 0, 0);
+        }
+    }
+
+    fn attention_many(&mut self, layer: &[KvBuffers], consumer: &Linear) {
+        let (d, w) = (self.dims, self.work);
+        for kv in layer {
+            let constants = [
+                ("TILE", self.profile.prefill_tile),
+                ("ROW_LANES", self.profile.row_lanes),
+                ("HEAD_DIM", d.head_dim as u32),
+            ];
+            let variant = Variant::new(Kernel::AttnPrefill, None, None, Some(self.kv), &constants);
+            let params = params::AttnPrefill {
+                tokens: 0,
+                heads: d.heads as u32,
+                kv_heads: d.kv_heads as u32,
+                first_kv: kv.first_kv as u32,
+                kv_heads_here: kv.kv_heads as u32,
+            };
+            let buffers = vec![w.q, kv.keys, kv.values, w.tokens, w.pages, w.tiles, w.attention];
+            let grid = Grid::Tiles { heads: (kv.kv_heads * d.heads / d.kv_heads) as u32 };
+            self.push(variant, bytes_of(&params), buffers, grid, "attention", 0, 0);
+        }
+        self.activations(Kernel::ToAct, w.attention, d.heads * d.head_dim, consumer, "to activations");
+    }
+
+    /// Activations for `consumer` = silu(gate) * up.
+    pub fn swiglu(&mut self, consumer: &Linear) {
+        self.activations(Kernel::SwiGlu, self.work.gate_up, self.dims.intermediate, consumer, "silu(gate) * up");
+    }
+
+    fn activations(&mut self, kernel: Kernel, from: BufferId, width: usize, consumer: &Linear, what: &str) {
+        for act in self.acts(consumer) {
+            let [words, scales] = self.act_buffers(act);
+            let blocks = width.div_ceil(BLOCK) as u32;
+            let variant = Variant::new(kernel, None, Some(act), None, &[("WORKGROUP", self.profile.flat)]);
+            let params = params::ToAct { tokens: 0, width: width as u32, blocks, act_lanes: self.act_lanes() };
+            let grid = Grid::Flat { items: blocks, workgroup: self.profile.flat };
+            self.push(variant, bytes_of(&params), vec![from, words, scales], grid, what, 0, 0);
+        }
+    }
+
+    /// result = the best candidates of each row of logits, with its log-sum-exp.
+    pub fn top_k(&mut self) {
+        let w = self.work;
+        let chunks = (self.dims.vocab as u32).div_ceil(TOP_K_CHUNK);
+        let constants = [("WORKGROUP", self.profile.topk), ("CHUNK", TOP_K_CHUNK), ("K", TOP_K)];
+        let params = params::TopK { tokens: 0, vocab: self.dims.vocab as u32, chunks };
+        let variant = Variant::new(Kernel::TopkChunk, None, None, None, &constants);
+        let buffers = vec![w.logits, w.outputs, w.best, w.stats];
+        self.push(variant, bytes_of(&params), buffers, Grid::Chunks { chunks }, "top-k of chunks", 0, 0);
+        let variant = Variant::new(Kernel::TopkMerge, None, None, None, &constants);
+        let buffers = vec![w.logits, w.outputs, w.best, w.stats, w.result];
+        self.push(variant, bytes_of(&params), buffers, Grid::Each, "top-k", 0, 0);
+    }
+
+    /// The buffers between kernels.
+    pub fn work(&self) -> &'a WorkBuffers {
+        self.work
+    }
+
+    /// Numbers of the model.
+    pub fn dims(&self) -> &'a Dims {
+        self.dims
+    }
+}

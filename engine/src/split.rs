@@ -1,0 +1,190 @@
+//! Layers per stage. Pure.
+
+use thiserror::Error;
+
+/// How the user wants the layers divided.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Split {
+    /// Exactly so many layers on each stage: `9,8,8,8`.
+    Counts(Vec<usize>),
+    /// In these proportions: `9:8:8:8`.
+    Ratios(Vec<f64>),
+    /// By bytes, embedding and LM head counted.
+    Auto,
+}
+
+/// Bytes that the parts of a model take on a stage.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Costs {
+    /// Of each layer.
+    pub layers: Vec<u64>,
+    /// Of what the first stage holds beside its layers.
+    pub first: u64,
+    /// Of what the last stage holds beside its layers.
+    pub last: u64,
+}
+
+/// Why layers cannot be divided so.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[expect(missing_docs, reason = "the messages say it")]
+pub enum SplitError {
+    #[error("--split {found}: expected layer counts (9,8,8,8), ratios (9:8:8:8) or auto")]
+    Syntax { found: String },
+    #[error("--split {found}: every stage needs at least one layer")]
+    Zero { found: String },
+    #[error("--split: {sum_text} = {sum} ≠ {layers}, the layers of this model; a split that fits: {suggestion}")]
+    Sum { sum_text: String, sum: usize, layers: usize, suggestion: String },
+    #[error(
+        "--stages {stages} and --split {split} disagree: the split names {named} stages; give one of them, or make them agree"
+    )]
+    Stages { stages: usize, split: String, named: usize },
+    #[error("--stages {stages}: this model has {layers} layers, so at most {layers} stages")]
+    TooMany { stages: usize, layers: usize },
+    #[error("--stages 0: a pipeline has at least one stage")]
+    NoStages,
+}
+
+impl Split {
+    /// Reads `9,8,8,8`, `9:8:8:8`, or `auto`.
+    ///
+    /// # Errors
+    /// [`SplitError::Syntax`] and [`SplitError::Zero`].
+    pub fn parse(text: &str) -> Result<Split, SplitError> {
+        let syntax = || SplitError::Syntax { found: text.to_owned() };
+        if text.trim() == "auto" {
+            return Ok(Split::Auto);
+        }
+        if text.contains(':') {
+            let ratios: Vec<f64> =
+                text.split(':').map(|part| part.trim().parse()).collect::<Result<_, _>>().map_err(|_| syntax())?;
+            if ratios.iter().any(|ratio| !ratio.is_finite()) {
+                return Err(syntax());
+            }
+            if ratios.iter().any(|ratio| *ratio <= 0.0) {
+                return Err(SplitError::Zero { found: text.to_owned() });
+            }
+            return Ok(Split::Ratios(ratios));
+        }
+        let counts: Vec<i64> =
+            text.split(',').map(|part| part.trim().parse()).collect::<Result<_, _>>().map_err(|_| syntax())?;
+        if counts.iter().any(|count| *count <= 0) {
+            return Err(SplitError::Zero { found: text.to_owned() });
+        }
+        Ok(Split::Counts(counts.into_iter().map(|count| count as usize).collect()))
+    }
+
+    /// Layers of each stage. `stages` is what was asked for, if anything was; without it the split tells, and `auto`
+    /// means one stage.
+    ///
+    /// # Errors
+    /// [`SplitError`].
+    pub fn resolve(&self, stages: Option<usize>, costs: &Costs) -> Result<Vec<usize>, SplitError> {
+        let layers = costs.layers.len();
+        let named = match self {
+            Split::Counts(counts) => Some(counts.len()),
+            Split::Ratios(ratios) => Some(ratios.len()),
+            Split::Auto => None,
+        };
+        if let (Some(stages), Some(named)) = (stages, named)
+            && stages != named
+        {
+            return Err(SplitError::Stages { stages, split: self.to_string(), named });
+        }
+        let stages = stages.or(named).unwrap_or(1);
+        if stages == 0 {
+            return Err(SplitError::NoStages);
+        }
+        if let Split::Counts(counts) = self {
+            let sum = counts.iter().fold(0usize, |sum, count| sum.saturating_add(*count));
+            if sum == layers {
+                return Ok(counts.clone());
+            }
+            if stages <= layers {
+                let ratios: Vec<f64> = counts.iter().map(|count| *count as f64).collect();
+                let sum_text = counts.iter().map(usize::to_string).collect::<Vec<_>>().join("+");
+                return Err(SplitError::Sum { sum_text, sum, layers, suggestion: join(&apportion(&ratios, layers)) });
+            }
+        }
+        if stages > layers {
+            return Err(SplitError::TooMany { stages, layers });
+        }
+        Ok(match self {
+            Split::Ratios(ratios) => apportion(ratios, layers),
+            _ => balance(costs, stages),
+        })
+    }
+}
+
+impl std::fmt::Display for Split {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Split::Counts(counts) => f.write_str(&join(counts)),
+            Split::Ratios(ratios) => f.write_str(&ratios.iter().map(f64::to_string).collect::<Vec<_>>().join(":")),
+            Split::Auto => f.write_str("auto"),
+        }
+    }
+}
+
+/// `9,8,8,8`
+pub fn join(counts: &[usize]) -> String {
+    counts.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
+}
+
+/// Whole layers in proportion to `ratios`, by the largest remainder, at least one each.
+fn apportion(ratios: &[f64], layers: usize) -> Vec<usize> {
+    let total: f64 = ratios.iter().sum();
+    let shares: Vec<f64> = ratios.iter().map(|ratio| ratio / total * layers as f64).collect();
+    let mut counts: Vec<usize> = shares.iter().map(|share| (share.floor() as usize).max(1)).collect();
+    while counts.iter().sum::<usize>() != layers {
+        let missing = counts.iter().sum::<usize>() < layers;
+        let gap = |i: &usize| shares[*i] - counts[*i] as f64;
+        let stages = 0..counts.len();
+        // Ties go to the earlier stage when layers are added, to the later one when they are taken.
+        let stage = if missing {
+            stages.rev().max_by(|a, b| gap(a).total_cmp(&gap(b)))
+        } else {
+            stages.filter(|i| counts[*i] > 1).min_by(|a, b| gap(a).total_cmp(&gap(b)))
+        };
+        let Some(stage) = stage else { break };
+        counts[stage] = if missing { counts[stage] + 1 } else { counts[stage] - 1 };
+    }
+    counts
+}
+
+/// The contiguous division with the smallest largest stage, by bytes; of equal ones, that whose earlier stages hold
+/// more. Dynamic programming over (stages, layers): O(stages · layers²).
+fn balance(costs: &Costs, stages: usize) -> Vec<usize> {
+    let layers = costs.layers.len();
+    let mut sums = vec![0u64; layers + 1];
+    for (i, bytes) in costs.layers.iter().enumerate() {
+        sums[i + 1] = sums[i].saturating_add(*bytes);
+    }
+    let stage_bytes = |stage: usize, from: usize, to: usize| {
+        let ends = if stage == 0 { costs.first } else { 0 } + if stage + 1 == stages { costs.last } else { 0 };
+        sums[to] - sums[from] + ends
+    };
+    // best[stage][to]: (largest stage, first layer of `stage`) when stages 0..=stage hold layers 0..to.
+    let mut best = vec![vec![(u64::MAX, 0usize); layers + 1]; stages];
+    for to in 1..=layers {
+        best[0][to] = (stage_bytes(0, 0, to), 0);
+    }
+    for stage in 1..stages {
+        for to in stage + 1..=layers {
+            best[stage][to] = (stage..to)
+                .map(|from| (best[stage - 1][from].0.max(stage_bytes(stage, from, to)), from))
+                .min_by(|a, b| a.0.cmp(&b.0).then(b.1.cmp(&a.1)))
+                .unwrap_or((u64::MAX, 0));
+        }
+    }
+    let mut counts = vec![0; stages];
+    let mut to = layers;
+    for stage in (0..stages).rev() {
+        let from = best[stage][to].1;
+        counts[stage] = to - from;
+        to = from;
+    }
+    counts
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,427 @@
+//! One stage: its weights and pages on one device, and what it does with a micro-batch.
+
+use std::collections::HashMap;
+
+use pp_shaders::PAGE;
+
+use crate::backend::{Backend, DeviceError, OpTime, ProgramId, Run};
+use crate::checkpoint::Checkpoint;
+use crate::layout::StageLayout;
+use crate::message::{MessageLimits, Output, Outputs, Step};
+use crate::program::ops::{Bucket, Ops, TOP_K, WorkBuffers};
+use crate::program::{BufferId, Count, Program, Shape};
+use crate::weights::{self, LoadError, LoadProgress, Weights};
+
+/// What a stage hands on.
+#[derive(Debug, PartialEq)]
+pub enum StageOutput {
+    /// Activations for the next stage: [tokens, hidden].
+    Hidden(Vec<f32>),
+    /// What the last stage found.
+    Outputs(Outputs),
+}
+
+/// Why a stage did not do a step.
+#[derive(Clone, Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say it")]
+pub enum StepError {
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error("sequence {sequence} has no page for position {position}")]
+    NoPage { sequence: u64, position: u32 },
+    #[error("the logits of output {output} are not finite: the model's weights or the device's results are broken")]
+    NotFinite { output: usize },
+}
+
+/// An opened stage. One thread owns it.
+pub struct Stage {
+    layout: StageLayout,
+    backend: Box<dyn Backend>,
+    weights: Weights,
+    work: WorkBuffers,
+    bodies: HashMap<Bucket, ProgramId>,
+    heads: HashMap<Bucket, ProgramId>,
+    inv_freq: Vec<f32>,
+    tables: HashMap<u64, Vec<u32>>,
+}
+
+impl Stage {
+    /// Loads a stage's weights onto `backend`, takes all its memory and makes the programs for decode and prefill.
+    /// `progress` returns false to stop.
+    ///
+    /// # Errors
+    /// [`LoadError`].
+    pub fn open(
+        checkpoint: &Checkpoint,
+        layout: StageLayout,
+        mut backend: Box<dyn Backend>,
+        progress: &mut dyn FnMut(LoadProgress) -> bool,
+    ) -> Result<Stage, LoadError> {
+        let work = work_buffers(&layout, backend.as_mut())?;
+        let weights = weights::load(checkpoint, &layout, backend.as_mut(), progress)?;
+        let inv_freq = checkpoint.config.rope.inv_freq();
+        let mut stage = Stage {
+            layout,
+            backend,
+            weights,
+            work,
+            bodies: HashMap::new(),
+            heads: HashMap::new(),
+            inv_freq,
+            tables: HashMap::new(),
+        };
+        for bucket in [Bucket::Few(1), Bucket::Many] {
+            stage.body(bucket)?;
+        }
+        if stage.layout.head.is_some() {
+            stage.head(Bucket::Few(1))?;
+        }
+        stage.warm_up()?;
+        Ok(stage)
+    }
+
+    /// What it holds.
+    pub fn layout(&self) -> &StageLayout {
+        &self.layout
+    }
+
+    /// What runs its programs.
+    pub fn backend(&self) -> &dyn Backend {
+        self.backend.as_ref()
+    }
+
+    /// Bytes read from the checkpoint.
+    pub fn read_bytes(&self) -> u64 {
+        self.weights.read_bytes
+    }
+
+    /// Bounds of the messages that it takes.
+    pub fn message_limits(&self) -> MessageLimits {
+        message_limits(&self.layout)
+    }
+
+    /// Touches every buffer, so that the first request does not wait for the driver to make or clear them.
+    fn warm_up(&mut self) -> Result<(), DeviceError> {
+        let nothing = Shape { tokens: 1, outputs: 0, tiles: 0, splits: 1 };
+        let page = [0u8; 4];
+        let body = self.body(Bucket::Few(1))?;
+        let run = Run { programs: &[(body, nothing)], writes: &[(self.work.pages, &page)], reads: &[], next: &[] };
+        self.backend.run(&run)?;
+        Ok(())
+    }
+
+    fn body(&mut self, bucket: Bucket) -> Result<ProgramId, DeviceError> {
+        if let Some(id) = self.bodies.get(&bucket) {
+            return Ok(*id);
+        }
+        let mut ops = self.ops(bucket, Count::Tokens);
+        if let Some(embedding) = &self.weights.embedding {
+            ops.embed(embedding);
+        }
+        for layer in &self.weights.layers {
+            (self.layout.arch.layer)(&mut ops, layer);
+        }
+        let program = ops.finish();
+        let id = self.backend.prepare(program)?;
+        self.bodies.insert(bucket, id);
+        Ok(id)
+    }
+
+    fn head(&mut self, bucket: Bucket) -> Result<ProgramId, DeviceError> {
+        if let Some(id) = self.heads.get(&bucket) {
+            return Ok(*id);
+        }
+        let mut ops = self.ops(bucket, Count::Outputs);
+        if let Some((norm, head)) = &self.weights.head {
+            ops.rmsnorm(*norm, head, "output_norm");
+            ops.linear(head, self.work.logits, self.layout.dims.vocab, false);
+            ops.top_k();
+        }
+        let program = ops.finish();
+        let id = self.backend.prepare(program)?;
+        self.heads.insert(bucket, id);
+        Ok(id)
+    }
+
+    fn ops(&self, bucket: Bucket, count: Count) -> Ops<'_> {
+        let options = &self.layout.options;
+        Ops::new(
+            self.backend.profile(),
+            &self.layout.dims,
+            &self.work,
+            options.activations,
+            options.kv,
+            self.layout.splits_max(),
+            bucket,
+            count,
+        )
+    }
+
+    /// Does a micro-batch: `hidden` are the activations of its tokens, [tokens, hidden]; empty on the first stage.
+    ///
+    /// # Errors
+    /// [`StepError`]; a stage whose device failed does not recover.
+    pub fn step(&mut self, step: &Step, hidden: &[f32]) -> Result<StageOutput, StepError> {
+        for sequence in &step.released {
+            self.tables.remove(sequence);
+        }
+        for span in &step.spans {
+            self.tables.entry(span.sequence).or_default().extend(&span.new_pages);
+        }
+        if !step.fetch_rows.is_empty() {
+            return self.fetch(step);
+        }
+        let inputs = self.inputs(step)?;
+        if inputs.shape.tokens == 0 {
+            return Ok(if self.layout.head.is_some() {
+                StageOutput::Outputs(Outputs::default())
+            } else {
+                StageOutput::Hidden(Vec::new())
+            });
+        }
+        let body = self.body(Bucket::of(step.tokens()))?;
+        let mut programs = vec![(body, inputs.shape)];
+        let is_last = self.layout.head.is_some();
+        if is_last && !step.outputs.is_empty() {
+            programs.push((self.head(Bucket::of(step.outputs.len()))?, inputs.shape));
+        }
+        let w = &self.work;
+        let mut writes: Vec<(BufferId, &[u8])> = vec![
+            (w.tokens, bytemuck::cast_slice(&inputs.tokens)),
+            (w.rotation, bytemuck::cast_slice(&inputs.rotation)),
+            (w.pages, bytemuck::cast_slice(&inputs.pages)),
+            (w.tiles, bytemuck::cast_slice(&inputs.tiles)),
+        ];
+        if !inputs.outputs.is_empty() {
+            writes.push((w.outputs, bytemuck::cast_slice(&inputs.outputs)));
+        }
+        if !hidden.is_empty() {
+            writes.push((w.x, bytemuck::cast_slice(hidden)));
+        }
+        let whole_rows = step.outputs.iter().any(|output| output.whole_row);
+        let mut reads = Vec::new();
+        if is_last {
+            reads.push((w.result, step.outputs.len() * RESULT_BYTES));
+            if whole_rows {
+                reads.push((w.logits, 4 * step.outputs.len() * self.layout.dims.vocab));
+            }
+        } else {
+            reads.push((w.x, 4 * step.tokens() * self.layout.dims.hidden));
+        }
+        let next = self.next_decode(step, &programs);
+        let data = self.backend.run(&Run { programs: &programs, writes: &writes, reads: &reads, next: &next })?;
+        if !is_last {
+            return Ok(StageOutput::Hidden(floats(&data[0])));
+        }
+        let mut outputs = Vec::with_capacity(step.outputs.len());
+        for (i, request) in step.outputs.iter().enumerate() {
+            let mut output = parse_output(&data[0][i * RESULT_BYTES..][..RESULT_BYTES]);
+            if !output.lse.is_finite() || output.best.len() < (request.top_k as usize).min(self.layout.dims.vocab) {
+                return Err(StepError::NotFinite { output: i });
+            }
+            if request.whole_row {
+                let bytes = 4 * self.layout.dims.vocab;
+                output.row = Some(floats(&data[1][i * bytes..][..bytes]));
+            }
+            outputs.push(output);
+        }
+        Ok(StageOutput::Outputs(Outputs { outputs }))
+    }
+
+    /// After a decode step of one token a sequence the next one will be like it, one position on.
+    fn next_decode(&self, step: &Step, programs: &[(ProgramId, Shape)]) -> Vec<(ProgramId, Shape)> {
+        if step.spans.iter().any(|span| span.count != 1) || step.tokens() > crate::program::ops::FEW_TOKENS {
+            return Vec::new();
+        }
+        let longest = step.spans.iter().map(|span| span.start as usize + 2).max().unwrap_or(1);
+        let splits = longest.div_ceil(pp_shaders::SPLIT) as u32;
+        programs.iter().map(|(id, shape)| (*id, Shape { splits, ..*shape })).collect()
+    }
+
+    /// Whole rows of the logits of the previous micro-batch.
+    fn fetch(&mut self, step: &Step) -> Result<StageOutput, StepError> {
+        if self.layout.head.is_none() {
+            return Ok(StageOutput::Hidden(Vec::new()));
+        }
+        let bytes = 4 * self.layout.dims.vocab;
+        let last = step.fetch_rows.iter().map(|row| *row as usize + 1).max().unwrap_or(0);
+        let reads = [(self.work.logits, last * bytes)];
+        let data = self.backend.run(&Run { programs: &[], writes: &[], reads: &reads, next: &[] })?;
+        let outputs = step.fetch_rows.iter().map(|row| Output {
+            lse: 0.0,
+            lse_scaled: 0.0,
+            target_logit: 0.0,
+            best: Vec::new(),
+            row: Some(floats(&data[0][*row as usize * bytes..][..bytes])),
+        });
+        Ok(StageOutput::Outputs(Outputs { outputs: outputs.collect() }))
+    }
+
+    fn inputs(&self, step: &Step) -> Result<Inputs, StepError> {
+        let tile = self.backend.profile().prefill_tile;
+        let mut inputs = Inputs::default();
+        let mut longest = 0;
+        for span in &step.spans {
+            let table = self.tables.get(&span.sequence).map_or(&[][..], Vec::as_slice);
+            let end = span.start as usize + span.count as usize;
+            if table.len() * PAGE < end {
+                return Err(StepError::NoPage { sequence: span.sequence, position: end as u32 - 1 });
+            }
+            let first_token = inputs.tokens.len() as u32;
+            let first_page = inputs.pages.len() as u32;
+            for i in 0..span.count {
+                let id = step.ids.get(inputs.tokens.len()).copied().unwrap_or(0);
+                inputs.tokens.push([id, span.start + i, first_page, 0]);
+                self.rotate(span.start + i, &mut inputs.rotation);
+            }
+            inputs.pages.extend(&table[..end.div_ceil(PAGE)]);
+            for first in (0..span.count).step_by(tile as usize) {
+                inputs.tiles.push([first_token + first, tile.min(span.count - first), 0, 0]);
+            }
+            longest = longest.max(end);
+        }
+        inputs.outputs = step
+            .outputs
+            .iter()
+            .map(|o| [o.row, o.target, o.inverse_temperature.to_bits(), o.top_k.clamp(1, TOP_K)])
+            .collect();
+        inputs.shape = Shape {
+            tokens: inputs.tokens.len() as u32,
+            outputs: inputs.outputs.len() as u32,
+            tiles: inputs.tiles.len() as u32,
+            splits: longest.div_ceil(pp_shaders::SPLIT) as u32,
+        };
+        Ok(inputs)
+    }
+
+    /// (cos, sin) of every rotated pair at a position. On the host, since devices promise little of sin and cos at
+    /// large angles; the angle is a product of floats, as in Hugging Face transformers.
+    fn rotate(&self, position: u32, rotation: &mut Vec<[f32; 2]>) {
+        rotation.extend(self.inv_freq.iter().map(|frequency| {
+            let angle = f64::from(position as f32 * frequency);
+            [angle.cos() as f32, angle.sin() as f32]
+        }));
+    }
+
+    /// The programs of a step of `tokens` tokens at position `start` with `outputs` outputs, for people and clocks.
+    ///
+    /// # Errors
+    /// When the driver refuses a kernel.
+    pub fn programs(
+        &mut self,
+        start: usize,
+        tokens: usize,
+        outputs: usize,
+    ) -> Result<Vec<(ProgramId, Shape)>, DeviceError> {
+        let tile = self.backend.profile().prefill_tile;
+        let splits = (start + tokens).div_ceil(pp_shaders::SPLIT) as u32;
+        let shape =
+            Shape { tokens: tokens as u32, outputs: outputs as u32, tiles: (tokens as u32).div_ceil(tile), splits };
+        let mut programs = vec![(self.body(Bucket::of(tokens))?, shape)];
+        if self.layout.head.is_some() && outputs > 0 {
+            programs.push((self.head(Bucket::of(outputs))?, shape));
+        }
+        Ok(programs)
+    }
+
+    /// The text of a program.
+    pub fn program(&self, id: ProgramId) -> &Program {
+        self.backend.program(id)
+    }
+
+    /// The time of each dispatch of `programs` on the device, with whatever its buffers hold.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn time(&mut self, programs: &[(ProgramId, Shape)]) -> Result<Vec<OpTime>, DeviceError> {
+        self.backend.time(programs)
+    }
+
+    /// The bytes of layer `layer`'s keys and values as they lie on the device, for tests that compare them.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn kv_bytes(&mut self, layer: usize) -> Result<Vec<Vec<u8>>, DeviceError> {
+        let layer = self.weights.layers.iter().find(|l| l.index == layer).expect("a layer of this stage");
+        let reads: Vec<(BufferId, usize)> = layer
+            .kv
+            .iter()
+            .flat_map(|kv| [kv.keys, kv.values].map(|buffer| (buffer, self.layout.kv_buffer_bytes(kv.kv_heads))))
+            .collect();
+        self.backend.run(&Run { programs: &[], writes: &[], reads: &reads, next: &[] })
+    }
+}
+
+/// Bounds of the messages of a stage with that layout.
+pub fn message_limits(layout: &StageLayout) -> MessageLimits {
+    MessageLimits {
+        tokens: layout.options.chunk,
+        sequences: layout.options.sequences,
+        context: layout.options.context,
+        pages: layout.options.pages(),
+        outputs: layout.outputs_max,
+        vocab: layout.dims.vocab,
+        hidden: layout.dims.hidden,
+    }
+}
+
+/// A step as its kernels read it.
+#[derive(Default)]
+struct Inputs {
+    tokens: Vec<[u32; 4]>,
+    rotation: Vec<[f32; 2]>,
+    pages: Vec<u32>,
+    tiles: Vec<[u32; 4]>,
+    outputs: Vec<[u32; 4]>,
+    shape: Shape,
+}
+
+const RESULT_BYTES: usize = 8 * (TOP_K as usize + 2);
+
+/// One row of `topk_merge.wgsl`'s result.
+fn parse_output(data: &[u8]) -> Output {
+    let word = |i: usize| u32::from_le_bytes(std::array::from_fn(|b| data[4 * i + b]));
+    let float = |i: usize| f32::from_bits(word(i));
+    let candidates = (0..(word(3) as usize).min(TOP_K as usize)).map(|i| (word(4 + 2 * i), float(5 + 2 * i)));
+    Output {
+        lse: float(0),
+        lse_scaled: float(1),
+        target_logit: float(2),
+        best: candidates.take_while(|(id, _)| *id != u32::MAX).collect(),
+        row: None,
+    }
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|b| f32::from_le_bytes(std::array::from_fn(|i| b[i]))).collect()
+}
+
+fn work_buffers(layout: &StageLayout, backend: &mut dyn Backend) -> Result<WorkBuffers, DeviceError> {
+    let mut made = HashMap::new();
+    for buffer in &layout.work {
+        made.insert(buffer.name, backend.create(buffer.name, buffer.bytes)?);
+    }
+    let get = |name: &str| made[name];
+    let pair = |words: &str, scales: &str| Some([*made.get(words)?, *made.get(scales)?]);
+    Ok(WorkBuffers {
+        x: get("x"),
+        act_q8: pair("act_q8", "act_q8_scales"),
+        act_f32: pair("act_f32", "act_f32_scales"),
+        qkv: get("qkv"),
+        q: get("q"),
+        attention: get("attention"),
+        part_out: get("part_out"),
+        part_stat: get("part_stat"),
+        gate_up: get("gate_up"),
+        tokens: get("tokens"),
+        rotation: get("rotation"),
+        pages: get("pages"),
+        tiles: get("tiles"),
+        outputs: get("outputs"),
+        logits: get("logits"),
+        best: get("best"),
+        stats: get("stats"),
+        result: get("result"),
+        nothing: get("nothing"),
+    })
+}

@@ -1,0 +1,214 @@
+//! Reads a stage's tensors, repacks them and puts them on its device, a bounded piece at a time.
+
+use half::{bf16, f16};
+
+use crate::arch::Layer;
+use crate::backend::{Backend, DeviceError};
+use crate::checkpoint::{Checkpoint, DType, TensorInfo};
+use crate::layout::{LayerLayout, MatrixLayout, Part, StageLayout};
+use crate::program::BufferId;
+use crate::program::ops::{Chunk, KvBuffers, Linear, Matrix};
+use crate::quant::Packed;
+
+/// Device bytes that are repacked before they are written.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// How much of a stage is loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LoadProgress {
+    /// Bytes read from the checkpoint so far.
+    pub read_bytes: u64,
+    /// Bytes that will have been read in the end.
+    pub total_bytes: u64,
+}
+
+/// Why loading stopped.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say it")]
+pub enum LoadError {
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error("loading was cancelled")]
+    Cancelled,
+}
+
+/// The weights of a stage on its device.
+pub struct Weights {
+    /// The embedding, on the first stage.
+    pub embedding: Option<Matrix>,
+    /// The layers.
+    pub layers: Vec<Layer>,
+    /// Final norm and LM head, on the last stage.
+    pub head: Option<(BufferId, Linear)>,
+    /// Bytes read from the checkpoint.
+    pub read_bytes: u64,
+}
+
+/// Loads what `layout` lists. `progress` returns false to stop.
+///
+/// # Errors
+/// [`LoadError::Device`] when memory runs out or the device is lost, [`LoadError::Cancelled`].
+pub fn load(
+    checkpoint: &Checkpoint,
+    layout: &StageLayout,
+    backend: &mut dyn Backend,
+    progress: &mut dyn FnMut(LoadProgress) -> bool,
+) -> Result<Weights, LoadError> {
+    let mut loader =
+        Loader { checkpoint, backend, progress, at: LoadProgress { read_bytes: 0, total_bytes: layout.file_bytes() } };
+    let embedding = layout.embedding.as_ref().map(|matrix| loader.matrix(matrix)).transpose()?;
+    let layers = layout.layers.iter().map(|layer| loader.layer(layer, layout)).collect::<Result<Vec<_>, _>>()?;
+    let head = match &layout.head {
+        None => None,
+        Some(head) => {
+            let norm = loader.vector("output_norm", &[&head.norm])?;
+            let matrix = match &embedding {
+                Some(embedding) if head.shares_embedding => embedding.clone(),
+                _ => loader.matrix(&head.matrix)?,
+            };
+            Some((norm, vec![matrix]))
+        }
+    };
+    Ok(Weights { embedding, layers, head, read_bytes: loader.at.read_bytes })
+}
+
+struct Loader<'a> {
+    checkpoint: &'a Checkpoint,
+    backend: &'a mut dyn Backend,
+    progress: &'a mut dyn FnMut(LoadProgress) -> bool,
+    at: LoadProgress,
+}
+
+impl Loader<'_> {
+    fn read(&mut self, bytes: usize) -> Result<(), LoadError> {
+        self.at.read_bytes += bytes as u64;
+        if (self.progress)(self.at) { Ok(()) } else { Err(LoadError::Cancelled) }
+    }
+
+    fn layer(&mut self, layer: &LayerLayout, layout: &StageLayout) -> Result<Layer, LoadError> {
+        let name = |what: &str| format!("blk.{}.{what}", layer.index);
+        let linear = |loader: &mut Self, parts: &[MatrixLayout]| {
+            parts.iter().map(|matrix| loader.matrix(matrix)).collect::<Result<Linear, _>>()
+        };
+        let mut kv = Vec::new();
+        for (first_kv, kv_heads) in &layout.kv_groups {
+            let bytes = layout.kv_buffer_bytes(*kv_heads);
+            let keys = self.backend.create(&name("keys"), bytes)?;
+            let values = self.backend.create(&name("values"), bytes)?;
+            kv.push(KvBuffers { first_kv: *first_kv, kv_heads: *kv_heads, keys, values });
+        }
+        Ok(Layer {
+            index: layer.index,
+            attn_norm: self.vector(&name("attn_norm"), &[&layer.attn_norm])?,
+            qkv: linear(self, &layer.qkv)?,
+            qk_norms: layer.qk_norms.as_ref().map(|[q, k]| self.vector(&name("attn_qk_norm"), &[q, k])).transpose()?,
+            output: linear(self, &layer.output)?,
+            ffn_norm: self.vector(&name("ffn_norm"), &[&layer.ffn_norm])?,
+            gate_up: linear(self, &layer.gate_up)?,
+            down: linear(self, &layer.down)?,
+            kv,
+        })
+    }
+
+    /// Vectors of floats, one after the other.
+    fn vector(&mut self, label: &str, tensors: &[&TensorInfo]) -> Result<BufferId, LoadError> {
+        let mut values = Vec::new();
+        for tensor in tensors {
+            values.extend(floats(tensor.dtype, self.checkpoint.data(tensor)));
+            self.read(tensor.bytes())?;
+        }
+        let buffer = self.backend.create(label, 4 * values.len())?;
+        self.backend.write(buffer, 0, bytemuck::cast_slice(&values))?;
+        Ok(buffer)
+    }
+
+    fn matrix(&mut self, layout: &MatrixLayout) -> Result<Matrix, LoadError> {
+        let name = layout.name();
+        let blocks = layout.blocks();
+        let mut chunks = Vec::new();
+        for rows in &layout.chunks {
+            let mut streams = Vec::new();
+            for bytes in layout.format.stream_bytes(rows.len(), blocks).into_iter().filter(|bytes| *bytes > 0) {
+                streams.push(self.backend.create(&name, bytes)?);
+            }
+            // Pieces begin at multiples of 64 rows, where every stream is aligned to a word.
+            let piece = (PIECE_BYTES / layout.format.bytes(64, blocks).max(1)).max(1) * 64;
+            for first in rows.clone().step_by(piece) {
+                let last = rows.end.min(first + piece);
+                let (packed, bytes) = self.pack(layout, first, last);
+                let offsets = layout.format.stream_bytes(first - rows.start, blocks);
+                for ((buffer, stream), offset) in streams.iter().zip(&packed.streams).zip(offsets) {
+                    self.backend.write(*buffer, offset, stream)?;
+                }
+                self.read(bytes)?;
+            }
+            let bias = if layout.has_bias() { Some(self.bias(layout, rows.start, rows.end, &name)?) } else { None };
+            chunks.push(Chunk { first_row: rows.start, rows: rows.len(), streams, bias });
+        }
+        Ok(Matrix { name, format: layout.format, y_offset: layout.y_offset, cols: layout.cols, blocks, chunks })
+    }
+
+    /// Rows `first..last` of a matrix in the device's format, and the bytes read for them.
+    fn pack(&self, layout: &MatrixLayout, first: usize, last: usize) -> (Packed, usize) {
+        let mut packed = Packed::new(layout.format, last - first, layout.blocks());
+        let mut read = 0;
+        for (row, part, part_row) in rows_of(layout, first, last) {
+            let bytes = part.tensor.row_bytes();
+            let data = self.checkpoint.data(&part.tensor);
+            packed.set_row(row - first, part.tensor.dtype, &data[part_row * bytes..][..bytes]);
+            read += bytes;
+        }
+        (packed, read)
+    }
+
+    fn bias(&mut self, layout: &MatrixLayout, first: usize, last: usize, name: &str) -> Result<BufferId, LoadError> {
+        let mut values = vec![0.0f32; last - first];
+        for part in &layout.parts {
+            if let (Some(bias), 0) = (&part.bias, first) {
+                self.read(bias.bytes())?;
+            }
+        }
+        for (row, part, part_row) in rows_of(layout, first, last) {
+            if let Some(bias) = &part.bias {
+                let bytes = bias.dtype.block_bytes();
+                values[row - first] = floats(bias.dtype, &self.checkpoint.data(bias)[part_row * bytes..][..bytes])[0];
+            }
+        }
+        let buffer = self.backend.create(&format!("{name}.bias"), 4 * values.len())?;
+        self.backend.write(buffer, 0, bytemuck::cast_slice(&values))?;
+        Ok(buffer)
+    }
+}
+
+/// The rows of a matrix with the part and the part's row that each comes from.
+fn rows_of(layout: &MatrixLayout, first: usize, last: usize) -> impl Iterator<Item = (usize, &Part, usize)> {
+    let mut start = 0;
+    layout.parts.iter().flat_map(move |part| {
+        let begins = start;
+        start += part.tensor.shape[0];
+        let rows = begins.max(first)..start.min(last);
+        rows.map(move |row| (row, part, file_row(row - begins, part.interleaved)))
+    })
+}
+
+/// The row of the file that becomes row `row`: where a head's rotated pairs stand side by side in the file, dimension i
+/// of the first half is row 2 i of its head, of the second half row 2 i + 1.
+fn file_row(row: usize, interleaved: Option<usize>) -> usize {
+    let Some(head) = interleaved else { return row };
+    let (base, d) = (row / head * head, row % head);
+    base + 2 * (d % (head / 2)) + d / (head / 2)
+}
+
+/// The values of an unquantised tensor.
+///
+/// # Panics
+/// When the type is quantised: norms and biases are checked when the stage is laid out.
+fn floats(dtype: DType, data: &[u8]) -> Vec<f32> {
+    let halves = || data.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
+    match dtype {
+        DType::F32 => data.chunks_exact(4).map(|b| f32::from_le_bytes(std::array::from_fn(|i| b[i]))).collect(),
+        DType::F16 => halves().map(|bits| f16::from_bits(bits).to_f32()).collect(),
+        DType::BF16 => halves().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
+        other => panic!("a vector of {other}"),
+    }
+}

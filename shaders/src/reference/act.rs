@@ -1,0 +1,82 @@
+//! Twins of `to_act.wgsl`, `swiglu.wgsl` and of the activation layouts in `wgsl/act`.
+
+use crate::format::Act;
+use crate::params;
+use crate::{BLOCK, block_position};
+
+use super::Call;
+
+/// Writes the values of one token as activations into `words` and `scales`.
+pub(super) fn store(
+    act: Act,
+    values: &[f32],
+    token: usize,
+    blocks: usize,
+    lanes: usize,
+    words: &mut [u32],
+    scales: &mut [f32],
+) {
+    for block in 0..blocks {
+        let x: [f32; BLOCK] = std::array::from_fn(|k| values.get(block * BLOCK + k).copied().unwrap_or(0.0));
+        let base = token / lanes * blocks + block_position(blocks, block);
+        let lane = token % lanes;
+        let mut put = |i: usize, word: u32| words[(base * act.block_words() + i) * lanes + lane] = word;
+        let (scale, sum) = match act {
+            Act::F32 => {
+                (0..BLOCK).for_each(|k| put(k, x[k].to_bits()));
+                (1.0, x.iter().sum())
+            }
+            Act::Q8 => {
+                let amax = x.iter().fold(0.0f32, |top, v| top.max(v.abs()));
+                let inverse = if amax > 0.0 { 127.0 / amax } else { 0.0 };
+                let q = x.map(|v| (v * inverse).round_ties_even() as i8);
+                (0..BLOCK / 4).for_each(|i| put(i, u32::from_le_bytes(std::array::from_fn(|c| q[4 * i + c] as u8))));
+                let d = amax / 127.0;
+                (d, d * q.iter().map(|&q| i32::from(q)).sum::<i32>() as f32)
+            }
+        };
+        scales[2 * (base * lanes + lane)] = scale;
+        scales[2 * (base * lanes + lane) + 1] = sum;
+    }
+}
+
+/// The values of one token, read back from activations.
+pub(super) fn load(act: Act, token: usize, blocks: usize, lanes: usize, words: &[u32], scales: &[f32]) -> Vec<f32> {
+    let mut values = Vec::with_capacity(blocks * BLOCK);
+    for block in 0..blocks {
+        let base = token / lanes * blocks + block_position(blocks, block);
+        let lane = token % lanes;
+        let word = |i: usize| words[(base * act.block_words() + i) * lanes + lane];
+        let d = scales[2 * (base * lanes + lane)];
+        values.extend((0..BLOCK).map(|k| match act {
+            Act::F32 => f32::from_bits(word(k)),
+            Act::Q8 => d * f32::from(word(k / 4).to_le_bytes()[k % 4] as i8),
+        }));
+    }
+    values
+}
+
+pub(super) fn to_act(call: &Call) {
+    let p: params::ToAct = call.params();
+    let width = p.width as usize;
+    let x = call.floats(0);
+    for token in 0..p.tokens as usize {
+        store_row(call, &x[token * width..][..width], token, p);
+    }
+}
+
+pub(super) fn swiglu(call: &Call) {
+    let p: params::ToAct = call.params();
+    let width = p.width as usize;
+    let x = call.floats(0);
+    for token in 0..p.tokens as usize {
+        let (gate, up) = x[token * 2 * width..][..2 * width].split_at(width);
+        let h: Vec<f32> = gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        store_row(call, &h, token, p);
+    }
+}
+
+fn store_row(call: &Call, row: &[f32], token: usize, p: params::ToAct) {
+    let act = call.variant.act.expect("an activation type");
+    store(act, row, token, p.blocks as usize, p.act_lanes as usize, &mut call.words_mut(1), &mut call.floats_mut(2));
+}

@@ -1,0 +1,126 @@
+//! Twins of `attn_decode.wgsl`, `attn_reduce.wgsl` and `attn_prefill.wgsl`.
+
+use super::rope_kv::kv_load;
+use super::{Call, act};
+use crate::{PAGE, SPLIT, params};
+
+/// softmax(q K') V over positions `from..to`: (maximum score, sum of weights, weighted sum of values).
+struct Part {
+    top: f64,
+    sum: f64,
+    out: Vec<f64>,
+}
+
+/// What a kernel of attention reads.
+struct Cache<'a> {
+    call: &'a Call<'a>,
+    dim: usize,
+    here: usize,
+    keys: &'a [u32],
+    values: &'a [u32],
+    pages: &'a [u32],
+}
+
+impl Cache<'_> {
+    fn attend(&self, q: &[f32], local: usize, table: usize, from: usize, to: usize) -> Part {
+        let kv = self.call.variant.kv.expect("a KV type");
+        let place = |position: usize| {
+            let page = self.pages[table + position / PAGE] as usize;
+            ((page * self.here + local) * PAGE + position % PAGE) * self.dim
+        };
+        let scores: Vec<f64> = (from..to)
+            .map(|position| {
+                let key = kv_load(kv, self.keys, place(position), self.dim);
+                q.iter().zip(&key).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
+            })
+            .collect();
+        let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let mut part = Part { top, sum: 0.0, out: vec![0.0; self.dim] };
+        for (position, score) in (from..to).zip(scores) {
+            let weight = (score - top).exp();
+            part.sum += weight;
+            for (out, value) in part.out.iter_mut().zip(kv_load(kv, self.values, place(position), self.dim)) {
+                *out += weight * f64::from(value);
+            }
+        }
+        part
+    }
+}
+
+pub(super) fn decode(call: &Call) {
+    let p: params::AttnDecode = call.params();
+    let dim = call.constant("HEAD_DIM");
+    let (heads, here, splits) = (p.heads as usize, p.kv_heads_here as usize, p.splits as usize);
+    let (q, keys, values, tokens, pages) = (call.floats(0), call.words(1), call.words(2), call.fours(3), call.words(4));
+    let cache = Cache { call, dim, here, keys: &keys, values: &values, pages: &pages };
+    let (mut part_out, mut part_stat) = (call.floats_mut(5), call.floats_mut(6));
+    let group = heads / p.kv_heads as usize;
+    for token in 0..p.tokens as usize {
+        let length = tokens[token][1] as usize + 1;
+        for local_head in 0..here * group {
+            let head = p.first_kv as usize * group + local_head;
+            for split in 0..length.div_ceil(SPLIT) {
+                let q = &q[(token * heads + head) * dim..][..dim];
+                let to = length.min((split + 1) * SPLIT);
+                let part = cache.attend(q, local_head / group, tokens[token][2] as usize, split * SPLIT, to);
+                let place = (token * heads + head) * splits + split;
+                part_stat[2 * place] = part.top as f32;
+                part_stat[2 * place + 1] = part.sum as f32;
+                for (to, out) in part_out[place * dim..].iter_mut().zip(part.out) {
+                    *to = out as f32;
+                }
+            }
+        }
+    }
+}
+
+pub(super) fn reduce(call: &Call) {
+    let p: params::AttnReduce = call.params();
+    let dim = call.constant("HEAD_DIM");
+    let (heads, splits) = (p.heads as usize, p.splits as usize);
+    let (part_out, part_stat, tokens) = (call.floats(0), call.floats(1), call.fours(2));
+    for token in 0..p.tokens as usize {
+        let used = tokens[token][1] as usize / SPLIT + 1;
+        let mut row = vec![0.0f32; heads * dim];
+        for head in 0..heads {
+            let places: Vec<usize> = (0..used).map(|split| (token * heads + head) * splits + split).collect();
+            let top = places.iter().map(|&i| f64::from(part_stat[2 * i])).fold(f64::NEG_INFINITY, f64::max);
+            let weights: Vec<f64> = places.iter().map(|&i| (f64::from(part_stat[2 * i]) - top).exp()).collect();
+            let sum: f64 = places.iter().zip(&weights).map(|(&i, w)| w * f64::from(part_stat[2 * i + 1])).sum();
+            for d in 0..dim {
+                let out: f64 = places.iter().zip(&weights).map(|(&i, w)| w * f64::from(part_out[i * dim + d])).sum();
+                row[head * dim + d] = (out / sum) as f32;
+            }
+        }
+        let act = call.variant.act.expect("an activation type");
+        act::store(
+            act,
+            &row,
+            token,
+            p.blocks as usize,
+            p.act_lanes as usize,
+            &mut call.words_mut(3),
+            &mut call.floats_mut(4),
+        );
+    }
+}
+
+pub(super) fn prefill(call: &Call) {
+    let p: params::AttnPrefill = call.params();
+    let dim = call.constant("HEAD_DIM");
+    let (heads, here) = (p.heads as usize, p.kv_heads_here as usize);
+    let (q, keys, values, tokens, pages) = (call.floats(0), call.words(1), call.words(2), call.fours(3), call.words(4));
+    let cache = Cache { call, dim, here, keys: &keys, values: &values, pages: &pages };
+    let mut out = call.floats_mut(6);
+    let group = heads / p.kv_heads as usize;
+    for token in 0..p.tokens as usize {
+        for local_head in 0..here * group {
+            let head = p.first_kv as usize * group + local_head;
+            let q = &q[(token * heads + head) * dim..][..dim];
+            let part = cache.attend(q, local_head / group, tokens[token][2] as usize, 0, tokens[token][1] as usize + 1);
+            for (to, v) in out[(token * heads + head) * dim..].iter_mut().zip(part.out) {
+                *to = (v / part.sum) as f32;
+            }
+        }
+    }
+}

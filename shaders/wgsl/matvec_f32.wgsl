@@ -1,0 +1,88 @@
+// y[t][n] = sum over k of W[n][k] * x[t][k] (+ bias[n]) (+ y[t][n]), for few tokens; x as floats.
+//
+// W: [rows, 32 * blocks] of any format; x: float activations with act_lanes = 1. The exact counterpart of
+// matvec_q8.wgsl: the same walk, the sums inside a block in float as well.
+// A lane walks one segment of K for ROWS rows and COLS tokens at once: neighbouring lanes read neighbouring
+// blocks, every weight is read once for all tokens, and the SEGMENTS partial sums are added in order.
+// A workgroup holds GROUPS such sets of lanes, each with rows of its own.
+#import quant
+#import segments
+#import chain
+
+struct Params {
+    tokens: u32,
+    blocks: u32,
+    rows: u32,
+    y_stride: u32,
+    y_offset: u32,
+    flags: u32,
+}
+
+const ADD_BIAS = 1u;
+const ADD_TO_Y = 2u;
+
+var<immediate> p: Params;
+@group(0) @binding(3) var<storage, read> x: array<vec4<f32>>;
+@group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
+@group(0) @binding(5) var<storage, read> bias: array<f32>;
+@group(0) @binding(6) var<storage, read_write> y: array<f32>;
+
+const OUTPUTS = ROWS * COLS;
+var<workgroup> partial: array<f32, GROUPS * OUTPUTS * SEGMENTS>;
+
+@compute @workgroup_size(GROUPS * SEGMENTS)
+fn main(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(num_workgroups) workgroups: vec3<u32>,
+    @builtin(local_invocation_index) thread: u32,
+) {
+    let lane = thread % SEGMENTS;
+    let group = thread / SEGMENTS;
+    let row0 = ((workgroup.x + workgroup.z * workgroups.x) * GROUPS + group) * ROWS;
+    let token0 = workgroup.y * COLS;
+    let last_row = p.rows - 1u;
+    let length = segment_length(p.blocks, lane);
+    let first = segment_first(p.blocks, lane);
+
+    var acc: array<f32, OUTPUTS>;
+    for (var j = 0u; j < length; j++) {
+        let position = j * SEGMENTS + lane;
+        for (var r = 0u; r < ROWS; r++) {
+            let row = min(row0 + r, last_row);
+            var w = block_values(row * p.blocks + position);
+            let scales = block_scales(row * p.blocks + position, (row * p.blocks + first + j) / 8u);
+            for (var c = 0u; c < COLS; c++) {
+                let at = min(token0 + c, p.tokens - 1u) * p.blocks + position;
+                var lo = 0.0;
+                var hi = 0.0;
+                for (var i = 0u; i < 4u; i++) {
+                    lo = chain(w[i], x[8u * at + i], lo);
+                    hi = chain(w[i + 4u], x[8u * at + i + 4u], hi);
+                }
+                acc[r * COLS + c] = block_sum(acc[r * COLS + c], lo, hi, scales, x_scales[at]);
+            }
+        }
+    }
+    for (var i = 0u; i < OUTPUTS; i++) {
+        partial[(group * OUTPUTS + i) * SEGMENTS + lane] = acc[i];
+    }
+    workgroupBarrier();
+    for (var i = lane; i < OUTPUTS; i += SEGMENTS) {
+        let row = row0 + i / COLS;
+        let token = token0 + i % COLS;
+        if row < p.rows && token < p.tokens {
+            var sum = 0.0;
+            for (var s = 0u; s < SEGMENTS; s++) {
+                sum += partial[(group * OUTPUTS + i) * SEGMENTS + s];
+            }
+            let at = token * p.y_stride + p.y_offset + row;
+            if (p.flags & ADD_BIAS) != 0u {
+                sum += bias[row];
+            }
+            if (p.flags & ADD_TO_Y) != 0u {
+                sum += y[at];
+            }
+            y[at] = sum;
+        }
+    }
+}

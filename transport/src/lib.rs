@@ -1,0 +1,12 @@
+//! Moves opaque, bounded frames between neighbouring stages.
+//!
+//! A leaf: it knows neither tensors nor devices. The payload of a [`Frame`] is the engine's; what a neighbour
+//! needs to route and bound it stands in the [`FrameHeader`]. [`Port`] is one end of a link; [`local`] links two
+//! threads of a process.
+
+pub mod frame;
+pub mod local;
+pub mod port;
+
+pub use frame::{Frame, FrameError, FrameHeader};
+pub use port::{Port, PortError};

@@ -1,0 +1,83 @@
+//! Links between threads of one process.
+
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+
+use crate::frame::{Frame, FrameError, PAYLOAD_BYTES_MAX};
+use crate::port::{Port, PortError};
+
+/// One end of a link made by [`pair`].
+pub struct LocalPort {
+    to: Sender<Frame>,
+    from: Receiver<Frame>,
+}
+
+/// The two ends of a link that holds at most `frames` frames each way.
+///
+/// # Panics
+/// When `frames` is zero: nothing could ever be sent ahead.
+pub fn pair(frames: usize) -> (LocalPort, LocalPort) {
+    assert!(frames > 0, "a link holds at least one frame");
+    let (there, from_here) = bounded(frames);
+    let (back, from_there) = bounded(frames);
+    (LocalPort { to: there, from: from_there }, LocalPort { to: back, from: from_here })
+}
+
+impl Port for LocalPort {
+    fn send(&mut self, frame: Frame) -> Result<(), PortError> {
+        if frame.payload.len() > PAYLOAD_BYTES_MAX {
+            return Err(FrameError::TooLarge { found: frame.payload.len() }.into());
+        }
+        self.to.send(frame).map_err(|_| PortError::Closed)
+    }
+
+    fn receive(&mut self, timeout: Duration) -> Result<Frame, PortError> {
+        self.from.recv_timeout(timeout).map_err(|e| match e {
+            RecvTimeoutError::Timeout => PortError::Timeout { timeout },
+            RecvTimeoutError::Disconnected => PortError::Closed,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::FrameHeader;
+
+    const SOON: Duration = Duration::from_millis(20);
+
+    fn frame(step: u64) -> Frame {
+        Frame { header: FrameHeader { epoch: 1, step, micro_batch: 0 }, payload: vec![step as u8; 3] }
+    }
+
+    #[test]
+    fn frames_arrive_in_order_both_ways_and_what_was_sent_outlives_the_sender() {
+        let (mut a, mut b) = pair(2);
+        a.send(frame(1)).unwrap();
+        a.send(frame(2)).unwrap();
+        b.send(frame(3)).unwrap();
+        assert_eq!(a.receive(SOON).unwrap(), frame(3));
+        drop(a);
+        assert_eq!(b.receive(SOON).unwrap(), frame(1));
+        assert_eq!(b.receive(SOON).unwrap(), frame(2));
+        assert_eq!(b.receive(SOON), Err(PortError::Closed));
+        assert_eq!(b.send(frame(4)), Err(PortError::Closed));
+    }
+
+    #[test]
+    fn a_full_link_makes_the_sender_wait() {
+        let (mut a, mut b) = pair(1);
+        a.send(frame(1)).unwrap();
+        let sender = std::thread::spawn(move || a.send(frame(2)));
+        assert_eq!(b.receive(SOON).unwrap(), frame(1));
+        assert_eq!(b.receive(Duration::from_secs(5)).unwrap(), frame(2));
+        sender.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn silence_is_a_timeout() {
+        let (mut a, _b) = pair(1);
+        assert_eq!(a.receive(SOON), Err(PortError::Timeout { timeout: SOON }));
+    }
+}

@@ -1,0 +1,36 @@
+//! One end of a link between neighbours.
+
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::frame::{Frame, FrameError};
+
+/// An end of a link. Frames arrive whole, in the order they were sent, once each. A port holds a bounded number of
+/// frames: a sender waits while its neighbour is behind.
+pub trait Port: Send {
+    /// Sends a frame, waiting while the link is full.
+    ///
+    /// # Errors
+    /// [`PortError::Closed`] when the other end is gone, [`PortError::Frame`] when the payload is over the limit.
+    fn send(&mut self, frame: Frame) -> Result<(), PortError>;
+
+    /// The next frame, waiting at most `timeout`.
+    ///
+    /// # Errors
+    /// [`PortError::Timeout`] when none came, [`PortError::Closed`] when the other end is gone and all it sent has
+    /// been received.
+    fn receive(&mut self, timeout: Duration) -> Result<Frame, PortError>;
+}
+
+/// Why a port did not send or receive.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the messages say it")]
+pub enum PortError {
+    #[error("the neighbour has closed the link")]
+    Closed,
+    #[error("no frame within {} ms", timeout.as_millis())]
+    Timeout { timeout: Duration },
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+}
