@@ -1,1 +1,5 @@
-fn main() {}
+//! The `pp-run` command.
+
+fn main() -> std::process::ExitCode {
+    pp_cli::main()
+}

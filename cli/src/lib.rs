@@ -1,1 +1,96 @@
-//! placeholder
+//! The library behind the `pp-run` command: arguments, the terminal, and every print.
+//!
+//! [`args`] is what was typed; [`settings`], [`models`] and [`plan`] make of it what the program needs; [`command`]
+//! does it; [`output`] prints it. The engine sees none of these.
+
+mod args;
+mod cancel;
+mod command;
+mod errors;
+mod logging;
+mod memory;
+mod models;
+mod output;
+mod plan;
+mod report;
+mod settings;
+
+use std::process::ExitCode;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::parser::ValueSource;
+use clap::{ArgMatches, CommandFactory, FromArgMatches};
+
+use args::Cli;
+use errors::Exit;
+
+/// Runs the program with the arguments of the process.
+pub fn main() -> ExitCode {
+    silence_mesa();
+    logging::install();
+    let cli = match parse() {
+        Ok(cli) => cli,
+        Err(error) if error.use_stderr() => {
+            output::usage_error(&error.render().to_string());
+            return ExitCode::from(Exit::Usage as u8);
+        }
+        Err(help) => {
+            // Help and version; a reader that went away has read enough.
+            let _ = help.print();
+            return ExitCode::SUCCESS;
+        }
+    };
+    cancel::install();
+    match command::run(cli) {
+        Ok(exit) => exit,
+        Err(error) => {
+            let exit = errors::exit_of(&error);
+            match exit {
+                Exit::Pipe => {}
+                Exit::Cancelled => output::cancelled(),
+                _ => output::error(&error, errors::advice(&error)),
+            }
+            ExitCode::from(exit as u8)
+        }
+    }
+}
+
+/// Mesa's layer that orders devices complains on stderr where there is no `XDG_RUNTIME_DIR` (containers, cron); it
+/// orders nothing for us, so it is switched off there.
+fn silence_mesa() {
+    if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
+        // SAFETY: the first thing the program does; there is no other thread yet.
+        unsafe { std::env::set_var("NODEVICE_SELECT", "1") };
+    }
+}
+
+fn parse() -> Result<Cli, clap::Error> {
+    let matches = Cli::command().try_get_matches().map_err(about_unquoted_prompts)?;
+    refuse_options_before_a_verb(&matches)?;
+    Cli::from_arg_matches(&matches)
+}
+
+/// What clap takes for an unknown verb behind a prompt is mostly a prompt without quotes.
+fn about_unquoted_prompts(error: clap::Error) -> clap::Error {
+    match (error.kind(), error.get(ContextKind::InvalidSubcommand)) {
+        (ErrorKind::InvalidSubcommand, Some(ContextValue::String(word))) => {
+            let message = format!("unexpected word `{word}`: a prompt is one argument, so put it in quotes");
+            Cli::command().error(ErrorKind::UnknownArgument, message)
+        }
+        _ => error,
+    }
+}
+
+/// Options of an answer in front of a verb would be dropped without a word.
+fn refuse_options_before_a_verb(matches: &ArgMatches) -> Result<(), clap::Error> {
+    let Some((verb, _)) = matches.subcommand() else { return Ok(()) };
+    let typed = |id: &&clap::Id| matches.value_source(id.as_str()) == Some(ValueSource::CommandLine);
+    let groups = |id: &&clap::Id| Cli::command().get_arguments().any(|argument| argument.get_id() == *id);
+    if matches.ids().filter(groups).find(typed).is_none() {
+        return Ok(());
+    }
+    let message = format!(
+        "`{verb}` is a verb, and comes first: pp-run {verb} [OPTIONS]. As a prompt, write `-- {verb}` or `--prompt {verb}`"
+    );
+    Err(Cli::command().error(ErrorKind::ArgumentConflict, message))
+}

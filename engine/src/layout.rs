@@ -4,17 +4,16 @@
 
 use std::ops::Range;
 
+use pp_shaders::profile::{HEAD_DIMS, TOP_K, TOP_K_CHUNK};
 use pp_shaders::{Act, BLOCK, Format, KvType, PAGE, Profile, SPLIT};
 use thiserror::Error;
 
 use crate::arch::{self, Arch, Bias, UnknownArch};
 use crate::backend::DeviceLimits;
 use crate::checkpoint::{Checkpoint, CheckpointError, TensorInfo};
-use crate::program::ops::{Dims, FEW_TOKENS, TOP_K, TOP_K_CHUNK};
+use crate::program::ops::{Dims, FEW_TOKENS};
 use crate::quant::{device_format, row_blocks};
 
-/// Head sizes that the attention kernels are made for.
-pub const HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
 /// Logits of one pass take at most so many bytes; more rows go in several passes.
 const LOGITS_BYTES_MAX: usize = 32 << 20;
 
@@ -88,6 +87,8 @@ pub enum LayoutError {
     Checkpoint(#[from] CheckpointError),
     #[error("heads of {found} values are not supported; supported are {HEAD_DIMS:?}")]
     HeadDim { found: usize },
+    #[error("a {what} of {found} is not supported: it must be a multiple of 4")]
+    Width { what: &'static str, found: usize },
     #[error(
         "{dims} rotated dimensions of a head of {head_dim} are not supported: they must be a multiple of 8 and at most the head (all of it in a GGUF of this architecture)"
     )]
@@ -240,8 +241,13 @@ impl StageLayout {
     ) -> Result<StageLayout, LayoutError> {
         let config = &checkpoint.config;
         let arch = arch::find(&config.arch)?;
-        if !HEAD_DIMS.contains(&config.head_dim) {
+        if !HEAD_DIMS.contains(&(config.head_dim as u32)) {
             return Err(LayoutError::HeadDim { found: config.head_dim });
+        }
+        for (what, width) in [("hidden size", config.hidden), ("intermediate size", config.intermediate)] {
+            if width % 4 != 0 {
+                return Err(LayoutError::Width { what, found: width });
+            }
         }
         let partial = config.rope.dims != config.head_dim;
         if config.rope.dims % 8 != 0 || config.rope.dims > config.head_dim || (partial && checkpoint.rope_interleaved())
@@ -374,7 +380,7 @@ impl StageLayout {
         let d = &self.dims;
         let tokens = self.options.chunk.max(FEW_TOKENS);
         let few = FEW_TOKENS.min(tokens);
-        let tile = (profile.matmul_lanes * profile.matmul_cols) as usize;
+        let tile = profile.act_lanes() as usize;
         let heads = d.heads * d.head_dim;
         let blocks = row_blocks(d.hidden).max(row_blocks(heads)).max(row_blocks(d.intermediate));
         let padded = tokens.next_multiple_of(tile);

@@ -24,3 +24,5 @@ pub mod stage;
 pub mod tokenizer;
 pub mod weights;
 pub mod worker;
+
+pub use pp_shaders::{Act, KvType, PAGE, Profile};

@@ -41,7 +41,7 @@ pub enum Grid {
         /// Tokens of a tile.
         tokens: u32,
     },
-    /// Attention tiles along x, `heads` along y.
+    /// Attention tiles along x, query heads along y.
     Tiles {
         /// Query heads.
         heads: u32,

@@ -4,7 +4,7 @@
 //! change: Q5_0 widens to Q8_0, Q5_1 and Q5_K to Q8_M, everything else keeps its bits.
 
 use half::f16;
-use pp_shaders::{BLOCK, Format, block_position};
+use pp_shaders::{Arrangement, BLOCK, Format, Profile};
 
 use crate::checkpoint::DType;
 
@@ -36,15 +36,17 @@ pub fn row_bytes(dtype: DType, cols: usize) -> usize {
 /// Device streams for some rows of a matrix.
 pub struct Packed {
     format: Format,
-    blocks: usize,
+    arrangement: Arrangement,
     /// `quants`, `scales`, `supers`; a stream that the format lacks is empty.
     pub streams: [Vec<u8>; 3],
 }
 
 impl Packed {
-    /// Room for `rows` rows of `blocks` blocks, all zero.
-    pub fn new(format: Format, rows: usize, blocks: usize) -> Packed {
-        Packed { format, blocks, streams: format.stream_bytes(rows, blocks).map(|bytes| vec![0; bytes]) }
+    /// Room for `rows` rows of `blocks` blocks as `profile` arranges them, all zero.
+    pub fn new(format: Format, rows: usize, blocks: usize, profile: &Profile) -> Packed {
+        let arrangement =
+            Arrangement { blocks, segments: profile.segments as usize, interleave: profile.interleave as usize };
+        Packed { format, arrangement, streams: format.stream_bytes(rows, blocks).map(|bytes| vec![0; bytes]) }
     }
 
     /// Sets row `row` from its bytes in the file.
@@ -123,7 +125,7 @@ impl Packed {
     }
 
     fn index(&self, row: usize, block: usize) -> usize {
-        row * self.blocks + block_position(self.blocks, block)
+        self.arrangement.index(row, block)
     }
 
     fn stream(&mut self, stream: usize, index: usize, bits: usize) -> &mut [u8] {
@@ -139,7 +141,7 @@ impl Packed {
     }
 
     fn super_of(&mut self, row: usize, superblock: usize) -> &mut [u8] {
-        self.stream(2, row * (self.blocks / 8) + superblock, 8 * self.format.block_bits()[2])
+        self.stream(2, self.arrangement.super_index(row, superblock), 8 * self.format.block_bits()[2])
     }
 
     fn set_q8_m(&mut self, index: usize, d: f32, m: f32, q: [u8; 32]) {

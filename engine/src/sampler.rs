@@ -5,8 +5,9 @@
 
 use std::collections::HashMap;
 
+use pp_shaders::profile::TOP_K;
+
 use crate::message::{Output, OutputRequest};
-use crate::program::ops::TOP_K;
 
 /// How a request wants its tokens chosen.
 #[derive(Clone, Debug, PartialEq)]

@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 
 use pp_shaders::PAGE;
+use pp_shaders::profile::TOP_K;
 
 use crate::backend::{Backend, DeviceError, OpTime, ProgramId, Run};
 use crate::checkpoint::Checkpoint;
 use crate::layout::StageLayout;
 use crate::message::{MessageLimits, Output, Outputs, Step};
-use crate::program::ops::{Bucket, Ops, TOP_K, WorkBuffers};
+use crate::program::ops::{Bucket, Ops, WorkBuffers};
 use crate::program::{BufferId, Count, Program, Shape};
 use crate::weights::{self, LoadError, LoadProgress, Weights};
 

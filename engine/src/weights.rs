@@ -150,7 +150,7 @@ impl Loader<'_> {
 
     /// Rows `first..last` of a matrix in the device's format, and the bytes read for them.
     fn pack(&self, layout: &MatrixLayout, first: usize, last: usize) -> (Packed, usize) {
-        let mut packed = Packed::new(layout.format, last - first, layout.blocks());
+        let mut packed = Packed::new(layout.format, last - first, layout.blocks(), self.backend.profile());
         let mut read = 0;
         for (row, part, part_row) in rows_of(layout, first, last) {
             let bytes = part.tensor.row_bytes();

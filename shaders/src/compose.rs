@@ -12,6 +12,9 @@ const FILES: &[(&str, &str)] = &[
     ("shared/bytes", include_str!("../wgsl/shared/bytes.wgsl")),
     ("shared/words_as_values", include_str!("../wgsl/shared/words_as_values.wgsl")),
     ("shared/attention", include_str!("../wgsl/shared/attention.wgsl")),
+    ("shared/product_store", include_str!("../wgsl/shared/product_store.wgsl")),
+    ("load/quad_u32", include_str!("../wgsl/load/quad_u32.wgsl")),
+    ("load/quad_u64", include_str!("../wgsl/load/quad_u64.wgsl")),
     ("quant/f32", include_str!("../wgsl/quant/f32.wgsl")),
     ("quant/f16", include_str!("../wgsl/quant/f16.wgsl")),
     ("quant/bf16", include_str!("../wgsl/quant/bf16.wgsl")),
@@ -25,6 +28,8 @@ const FILES: &[(&str, &str)] = &[
     ("act/q8_store", include_str!("../wgsl/act/q8_store.wgsl")),
     ("kv/f32", include_str!("../wgsl/kv/f32.wgsl")),
     ("kv/f16", include_str!("../wgsl/kv/f16.wgsl")),
+    ("kv/f32_wide", include_str!("../wgsl/kv/f32_wide.wgsl")),
+    ("kv/f16_wide", include_str!("../wgsl/kv/f16_wide.wgsl")),
 ];
 
 /// The kernel's text with its imports resolved. `choices` says which file stands behind an import name that is

@@ -2,8 +2,11 @@
 
 use crate::BLOCK;
 
+/// Rows of a matrix are stored in multiples of this, for every profile's interleaving.
+pub const ROWS_MULTIPLE: usize = 8;
+
 /// How a weight matrix lies on the device: three streams of blocks, `quants`, `scales` and `supers`
-/// (`wgsl/quant/*.wgsl` define the bits). Blocks of a row stand in the order of [`crate::block_position`].
+/// (`wgsl/quant/*.wgsl` define the bits). Blocks stand in the order of [`crate::Arrangement`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[expect(non_camel_case_types, reason = "the names of the formats' specification")]
 pub enum Format {
@@ -100,9 +103,9 @@ impl Format {
         self.block_bits().iter().filter(|&&bits| bits > 0).count()
     }
 
-    /// Bytes of each stream for `rows` rows of `blocks` blocks, each rounded up to 4.
+    /// Bytes of each stream for `rows` rows of `blocks` blocks; rows are padded to a multiple of [`ROWS_MULTIPLE`].
     pub fn stream_bytes(self, rows: usize, blocks: usize) -> [usize; 3] {
-        self.block_bits().map(|bits| (rows * blocks * bits).div_ceil(32) * 4)
+        self.block_bits().map(|bits| rows.next_multiple_of(ROWS_MULTIPLE) * blocks * bits / 8)
     }
 
     /// Bytes of all streams for `rows` rows of `blocks` blocks.
@@ -147,10 +150,12 @@ pub enum KvType {
 }
 
 impl KvType {
-    pub(crate) fn import(self) -> &'static str {
-        match self {
-            KvType::F32 => "kv/f32",
-            KvType::F16 => "kv/f16",
+    pub(crate) fn import(self, wide: bool) -> &'static str {
+        match (self, wide) {
+            (KvType::F32, false) => "kv/f32",
+            (KvType::F16, false) => "kv/f16",
+            (KvType::F32, true) => "kv/f32_wide",
+            (KvType::F16, true) => "kv/f16_wide",
         }
     }
 

@@ -16,22 +16,45 @@ pub use registry::{Access, Kernel, Variant};
 
 /// Values in a quantisation block, of weights and of activations.
 pub const BLOCK: usize = 32;
-/// Contiguous parts of K that a dot product is the ordered sum of (`wgsl/shared/segments.wgsl`).
-pub const SEGMENTS: usize = 8;
 /// Positions in a KV page.
 pub const PAGE: usize = 32;
 /// Positions in a split of attention.
 pub const SPLIT: usize = 256;
 
-/// The stored position of `block` in a row of `blocks` (`wgsl/shared/segments.wgsl`).
-pub fn block_position(blocks: usize, block: usize) -> usize {
-    let (short, longer) = (blocks / SEGMENTS, blocks % SEGMENTS);
-    let edge = longer * (short + 1);
-    if block < edge {
-        return (block % (short + 1)) * SEGMENTS + block / (short + 1);
+/// Where the blocks of a matrix stand (`wgsl/shared/segments.wgsl`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Arrangement {
+    /// Blocks of a row.
+    pub blocks: usize,
+    /// Contiguous parts of a row that are walked side by side.
+    pub segments: usize,
+    /// Rows whose blocks stand side by side.
+    pub interleave: usize,
+}
+
+impl Arrangement {
+    /// The position of `block` in its row.
+    pub fn position(&self, block: usize) -> usize {
+        let (short, longer) = (self.blocks / self.segments, self.blocks % self.segments);
+        let edge = longer * (short + 1);
+        if block < edge {
+            return (block % (short + 1)) * self.segments + block / (short + 1);
+        }
+        let rest = block - edge;
+        (rest % short) * self.segments + longer + rest / short
     }
-    let rest = block - edge;
-    (rest % short) * SEGMENTS + longer + rest / short
+
+    /// Where `block` of `row` is stored, counted in blocks.
+    pub fn index(&self, row: usize, block: usize) -> usize {
+        let i = self.interleave;
+        (row / i * self.blocks + self.position(block)) * i + row % i
+    }
+
+    /// Where `superblock` of `row` is stored, counted in superblocks.
+    pub fn super_index(&self, row: usize, superblock: usize) -> usize {
+        let i = self.interleave;
+        (row / i * (self.blocks / 8) + superblock) * i + row % i
+    }
 }
 
 #[cfg(test)]

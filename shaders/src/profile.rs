@@ -1,11 +1,23 @@
-//! Sizes of workgroups and register tiles for two kinds of adapters. Every profile adds in the same order
-//! (`wgsl/shared/segments.wgsl`, `wgsl/shared/attention.wgsl`); they differ in who does the work.
+//! Sizes of workgroups and register tiles for two kinds of adapters. Within a profile every kernel adds in the same
+//! order (`wgsl/shared/segments.wgsl`, `wgsl/shared/attention.wgsl`), whoever does the work.
+
+use crate::format::{Act, Format, KvType};
+use crate::registry::{Kernel, Variant};
+
+/// Head sizes that the attention kernels are made for.
+pub const HEAD_DIMS: [u32; 5] = [64, 80, 96, 128, 256];
 
 /// The choices that a kind of adapter wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Profile {
     /// What `--profile` calls it.
     pub name: &'static str,
+    /// Contiguous parts of K that a dot product is the ordered sum of: the lanes that share a row in matvec.
+    pub segments: u32,
+    /// Rows whose blocks stand side by side: the lanes that walk a row each in matvec.
+    pub interleave: u32,
+    /// Whether to load 64 bits at a time where the adapter can.
+    pub wide: bool,
     /// Threads of the kernels that go by element or block.
     pub flat: u32,
     /// Threads that normalise one token.
@@ -26,6 +38,8 @@ pub struct Profile {
     pub decode_threads: u32,
     /// Threads that score one key in decode attention (1 or 4).
     pub key_lanes: u32,
+    /// Heads whose values one thread sums in decode attention; 0 means all that share the workgroup.
+    pub column_heads: u32,
     /// Tokens of a prefill attention tile.
     pub prefill_tile: u32,
     /// Threads that work on one query of it (1 or 4).
@@ -40,6 +54,9 @@ impl Profile {
     /// For hardware: wide workgroups, neighbouring lanes read neighbouring words, tiles in workgroup memory.
     pub const CARD: Profile = Profile {
         name: "card",
+        segments: 8,
+        interleave: 1,
+        wide: false,
         flat: 64,
         norm: 128,
         matvec_groups: 8,
@@ -50,6 +67,7 @@ impl Profile {
         tiled: true,
         decode_threads: 128,
         key_lanes: 4,
+        column_heads: 1,
         prefill_tile: 16,
         row_lanes: 4,
         topk: 128,
@@ -59,16 +77,20 @@ impl Profile {
     /// For software Vulkan: one SIMD vector a workgroup, no barriers where they can be avoided.
     pub const SOFTWARE: Profile = Profile {
         name: "software",
+        segments: 1,
+        interleave: 8,
+        wide: true,
         flat: 8,
         norm: 8,
-        matvec_groups: 1,
-        matvec_rows: 4,
+        matvec_groups: 8,
+        matvec_rows: 8,
         matmul_lanes: 8,
-        matmul_cols: 1,
-        matmul_rows: 8,
+        matmul_cols: 2,
+        matmul_rows: 16,
         tiled: false,
-        decode_threads: 32,
+        decode_threads: 8,
         key_lanes: 1,
+        column_heads: 0,
         prefill_tile: 8,
         row_lanes: 1,
         topk: 8,
@@ -77,4 +99,204 @@ impl Profile {
 
     /// Every profile.
     pub const ALL: [Profile; 2] = [Profile::CARD, Profile::SOFTWARE];
+}
+
+/// Side of the tiles of the staged matmul, and the rows and tokens a thread makes of it.
+const TILE: u32 = 64;
+const TILE_SIDE: u32 = 4;
+/// Candidates that top-k returns at most.
+pub const TOP_K: u32 = 64;
+/// Logits that one workgroup of top-k looks at.
+pub const TOP_K_CHUNK: u32 = 4096;
+/// Query heads that share the reading of keys in decode attention, at most: bounds workgroup memory.
+const DECODE_HEADS_MAX: u32 = 8;
+
+/// A matrix product's kernel, with what one workgroup makes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Product {
+    /// The kernel.
+    pub variant: Variant,
+    /// Rows of a workgroup.
+    pub rows: u32,
+    /// Tokens of a workgroup.
+    pub tokens: u32,
+}
+
+/// The variants that a profile asks for.
+impl Profile {
+    fn variant(
+        &self,
+        kernel: Kernel,
+        format: Option<Format>,
+        act: Option<Act>,
+        kv: Option<KvType>,
+        constants: &[(&'static str, u32)],
+    ) -> Variant {
+        Variant::new(kernel, format, act, kv, constants).wide(self.wide)
+    }
+
+    /// Tokens that stand together in activations for matmul; matvec takes 1.
+    pub fn act_lanes(&self) -> u32 {
+        self.matmul_lanes * self.matmul_cols
+    }
+
+    /// `embed.wgsl`
+    pub fn embed(&self, format: Format) -> Variant {
+        self.variant(
+            Kernel::Embed,
+            Some(format),
+            None,
+            None,
+            &[("WORKGROUP", self.flat), ("SEGMENTS", self.segments), ("INTERLEAVE", self.interleave)],
+        )
+    }
+
+    /// `rmsnorm.wgsl`
+    pub fn rmsnorm(&self, act: Act) -> Variant {
+        self.variant(
+            Kernel::RmsNorm,
+            None,
+            Some(act),
+            None,
+            &[("WORKGROUP", self.norm), ("SEGMENTS", self.segments), ("INTERLEAVE", self.interleave)],
+        )
+    }
+
+    /// `to_act.wgsl`
+    pub fn to_act(&self, act: Act) -> Variant {
+        self.variant(
+            Kernel::ToAct,
+            None,
+            Some(act),
+            None,
+            &[("WORKGROUP", self.flat), ("SEGMENTS", self.segments), ("INTERLEAVE", self.interleave)],
+        )
+    }
+
+    /// `swiglu.wgsl`
+    pub fn swiglu(&self, act: Act) -> Variant {
+        self.variant(
+            Kernel::SwiGlu,
+            None,
+            Some(act),
+            None,
+            &[("WORKGROUP", self.flat), ("SEGMENTS", self.segments), ("INTERLEAVE", self.interleave)],
+        )
+    }
+
+    /// A matvec for `cols` tokens at once.
+    pub fn matvec(&self, format: Format, act: Act, cols: u32) -> Product {
+        let kernel = if act == Act::Q8 { Kernel::MatvecQ8 } else { Kernel::MatvecF32 };
+        // Accumulators of a lane are rows times tokens: sixteen are enough to hide latency.
+        let rows = self.matvec_rows.min((16 / cols).max(1));
+        let sizes = [
+            ("GROUPS", self.matvec_groups),
+            ("ROWS", rows),
+            ("COLS", cols),
+            ("SEGMENTS", self.segments),
+            ("INTERLEAVE", self.interleave),
+        ];
+        Product {
+            variant: self.variant(kernel, Some(format), None, None, &sizes),
+            rows: self.matvec_groups * rows,
+            tokens: cols,
+        }
+    }
+
+    /// A matmul for any number of tokens.
+    pub fn matmul(&self, format: Format, act: Act) -> Product {
+        if act == Act::Q8 && self.tiled {
+            let sizes =
+                [("TILE", TILE), ("SIDE", TILE_SIDE), ("SEGMENTS", self.segments), ("INTERLEAVE", self.interleave)];
+            let variant = self.variant(Kernel::MatmulTileQ8, Some(format), None, None, &sizes);
+            return Product { variant, rows: TILE, tokens: TILE };
+        }
+        let kernel = if act == Act::Q8 { Kernel::MatmulQ8 } else { Kernel::MatmulF32 };
+        let sizes = [
+            ("LANES", self.matmul_lanes),
+            ("COLS", self.matmul_cols),
+            ("ROWS", self.matmul_rows),
+            ("SEGMENTS", self.segments),
+            ("INTERLEAVE", self.interleave),
+        ];
+        Product {
+            variant: self.variant(kernel, Some(format), None, None, &sizes),
+            rows: self.matmul_rows,
+            tokens: self.act_lanes(),
+        }
+    }
+
+    /// `rope_kv.wgsl`
+    pub fn rope_kv(&self, kv: KvType, head_dim: u32) -> Variant {
+        self.variant(Kernel::RopeKv, None, None, Some(kv), &[("WORKGROUP", self.flat), ("HEAD_DIM", head_dim)])
+    }
+
+    /// `attn_decode.wgsl` for `group` query heads a kv head, and the heads of a workgroup.
+    pub fn attn_decode(&self, kv: KvType, head_dim: u32, group: u32) -> (Variant, u32) {
+        let heads = largest_divisor(group, DECODE_HEADS_MAX);
+        let sizes = [
+            ("WORKGROUP", self.decode_threads),
+            ("KEY_LANES", self.key_lanes),
+            ("HEAD_DIM", head_dim),
+            ("HEADS", heads),
+            ("COLUMN_HEADS", if self.column_heads == 0 { heads } else { largest_divisor(heads, self.column_heads) }),
+        ];
+        (self.variant(Kernel::AttnDecode, None, None, Some(kv), &sizes), heads)
+    }
+
+    /// `attn_reduce.wgsl`
+    pub fn attn_reduce(&self, act: Act, head_dim: u32) -> Variant {
+        let sizes = [
+            ("WORKGROUP", self.flat),
+            ("HEAD_DIM", head_dim),
+            ("SEGMENTS", self.segments),
+            ("INTERLEAVE", self.interleave),
+        ];
+        self.variant(Kernel::AttnReduce, None, Some(act), None, &sizes)
+    }
+
+    /// `attn_prefill.wgsl`
+    pub fn attn_prefill(&self, kv: KvType, head_dim: u32) -> Variant {
+        let sizes = [("TILE", self.prefill_tile), ("ROW_LANES", self.row_lanes), ("HEAD_DIM", head_dim)];
+        self.variant(Kernel::AttnPrefill, None, None, Some(kv), &sizes)
+    }
+
+    /// `topk_chunk.wgsl` or `topk_merge.wgsl`
+    pub fn top_k(&self, kernel: Kernel) -> Variant {
+        self.variant(kernel, None, None, None, &[("WORKGROUP", self.topk), ("CHUNK", TOP_K_CHUNK), ("K", TOP_K)])
+    }
+
+    /// Every variant that some model may ask for.
+    pub fn variants(&self) -> Vec<Variant> {
+        let mut all = Vec::new();
+        for format in Format::ALL {
+            all.push(self.embed(format));
+            for act in [Act::F32, Act::Q8].into_iter().filter(|act| *act == Act::F32 || format.is_quantised()) {
+                all.extend([1, 2, 4, 8].map(|cols| self.matvec(format, act, cols).variant));
+                all.push(self.matmul(format, act).variant);
+                all.push(Profile { tiled: false, ..*self }.matmul(format, act).variant);
+            }
+        }
+        for head_dim in HEAD_DIMS {
+            for act in [Act::F32, Act::Q8] {
+                all.push(self.attn_reduce(act, head_dim));
+            }
+            for kv in [KvType::F32, KvType::F16] {
+                all.extend([self.rope_kv(kv, head_dim), self.attn_prefill(kv, head_dim)]);
+                all.extend([1, 3, 4, 7, 8].map(|group| self.attn_decode(kv, head_dim, group).0));
+            }
+        }
+        all.extend(
+            [Act::F32, Act::Q8].into_iter().flat_map(|act| [self.rmsnorm(act), self.to_act(act), self.swiglu(act)]),
+        );
+        all.extend([Kernel::TopkChunk, Kernel::TopkMerge].map(|kernel| self.top_k(kernel)));
+        all.sort_by_key(|variant| format!("{variant:?}"));
+        all.dedup();
+        all
+    }
+}
+
+/// The largest divisor of `n` that is at most `limit`.
+fn largest_divisor(n: u32, limit: u32) -> u32 {
+    (1..=n.min(limit)).rev().find(|d| n.is_multiple_of(*d)).unwrap_or(1)
 }

@@ -16,6 +16,7 @@ use std::cell::{Ref, RefCell, RefMut};
 
 use bytemuck::Pod;
 
+use crate::Arrangement;
 use crate::registry::{Kernel, Variant};
 
 /// Runs the twin of `variant`'s kernel.
@@ -55,6 +56,11 @@ impl<'a> Call<'a> {
 
     fn constant(&self, name: &str) -> usize {
         self.variant.constant(name).unwrap_or_else(|| panic!("constant {name}")) as usize
+    }
+
+    /// Where blocks stand in rows of `blocks` blocks.
+    fn arrangement(&self, blocks: usize) -> Arrangement {
+        Arrangement { blocks, segments: self.constant("SEGMENTS"), interleave: self.constant("INTERLEAVE") }
     }
 
     /// Number of buffers that hold weights.

@@ -225,6 +225,8 @@ pub struct Variant {
     pub act: Option<Act>,
     /// Type of the keys and values it touches.
     pub kv: Option<KvType>,
+    /// Whether it loads 64 bits at a time (Vulkan's shaderInt64).
+    pub wide: bool,
     /// Sizes fixed in its text.
     pub constants: Vec<(&'static str, u32)>,
 }
@@ -245,7 +247,13 @@ impl Variant {
         assert_eq!(entry.weights, format.is_some(), "{}: weight format", entry.name);
         assert_eq!(entry.act, act.is_some(), "{}: activation type", entry.name);
         assert_eq!(entry.kv, kv.is_some(), "{}: KV type", entry.name);
-        Variant { kernel, format, act, kv, constants: constants.to_vec() }
+        Variant { kernel, format, act, kv, wide: false, constants: constants.to_vec() }
+    }
+
+    /// The same with loads of 64 bits, where it loads weights, keys or values.
+    pub fn wide(self, wide: bool) -> Variant {
+        let loads = self.format.is_some() || self.kv.is_some();
+        Variant { wide: wide && loads, ..self }
     }
 
     /// The constant of that name.
@@ -255,7 +263,7 @@ impl Variant {
 
     /// The WGSL text.
     pub fn source(&self) -> String {
-        let mut choices = Vec::new();
+        let mut choices = vec![("quad", if self.wide { "load/quad_u64" } else { "load/quad_u32" })];
         if let Some(format) = self.format {
             choices.push(("quant", format.import()));
         }
@@ -263,7 +271,7 @@ impl Variant {
             choices.push(("act_store", act.store_import()));
         }
         if let Some(kv) = self.kv {
-            choices.push(("kv", kv.import()));
+            choices.push(("kv", kv.import(self.wide)));
         }
         compose(self.kernel.entry().source, &choices, &self.constants)
     }

@@ -1,11 +1,11 @@
-// Causal attention of many queries (Dao et al. 2022, arXiv:2205.14135, without the backward pass): one workgroup
-// a (tile of at most TILE tokens of one sequence, query head).
+// Causal attention of many queries (Dao et al. 2022, arXiv:2205.14135, without the backward pass): one workgroup a
+// (tile of at most TILE tokens of one sequence, query head).
 //
 // q: [tokens, heads, HEAD_DIM] f32, scaled; keys, values: [page, kv_heads_here, 32, HEAD_DIM]
 // tiles: (first token, tokens, -, -); tokens: (id, position, first entry of the page table, -)
 // out: [tokens, heads, HEAD_DIM] f32
-// A query is worked on by ROW_LANES threads, each with its share of the dimensions (shared/attention.wgsl); all
-// queries of a tile read the same key at a time.
+// A token is worked on by ROW_LANES threads, each with its share of the dimensions (shared/attention.wgsl); all tokens
+// of a tile read the same key at a time.
 #import kv
 #import attention
 
@@ -26,7 +26,7 @@ var<immediate> p: Params;
 @group(0) @binding(5) var<storage, read> tiles: array<vec4<u32>>;
 @group(0) @binding(6) var<storage, read_write> out: array<vec4<f32>>;
 
-// Lane c of a query owns the vectors c + 4 i (all four shares when ROW_LANES is 1).
+// Lane c of a token owns the vectors c + 4 i (all four shares when ROW_LANES is 1).
 const SHARES = 4u / ROW_LANES;
 const OWNED = FOURS / ROW_LANES;
 var<workgroup> shares: array<f32, select(1u, TILE * PAGE * 4u, ROW_LANES > 1u)>;
@@ -44,26 +44,27 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let table = tokens[tile.x].z;
     let length = tokens[tile.x].y + tile.y;
     let page_count = (length + PAGE - 1u) / PAGE;
+    let row = (token * p.heads + head) * FOURS + lane;
 
     var query: array<vec4<f32>, OWNED>;
     var total: array<vec4<f32>, OWNED>;
     var part: array<vec4<f32>, OWNED>;
     for (var i = 0u; i < OWNED; i++) {
-        query[i] = q[(token * p.heads + head) * FOURS + lane + i * ROW_LANES];
+        query[i] = q[row + i * ROW_LANES];
     }
     var total_top = LOWEST;
     var total_sum = 0.0;
     var top = LOWEST;
     var sum = 0.0;
     for (var page = 0u; page < page_count; page++) {
-        let base = (pages[table + page] * p.kv_heads_here + local) * PAGE * FOURS;
+        let base = (pages[table + page] * p.kv_heads_here + local) * PAGE * FOURS + lane;
         let count = min(PAGE, length - page * PAGE);
         var scores: array<f32, PAGE>;
         for (var key = 0u; key < count; key++) {
             var acc: array<vec4<f32>, SHARES>;
             for (var i = 0u; i < OWNED; i += SHARES) {
                 for (var s = 0u; s < SHARES; s++) {
-                    let k = kv_unpack(keys[base + key * FOURS + lane + (i + s) * ROW_LANES]);
+                    let k = kv_unpack(keys[base + key * FOURS + (i + s) * ROW_LANES]);
                     acc[s] = fma(query[i + s], k, acc[s]);
                 }
             }
@@ -85,10 +86,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         if page * PAGE <= position {
             let seen = min(count, position - page * PAGE + 1u);
             var new_top = top;
-            for (var key = 0u; key < count; key++) {
-                if key < seen {
-                    new_top = max(new_top, scores[key]);
-                }
+            for (var key = 0u; key < seen; key++) {
+                new_top = max(new_top, scores[key]);
             }
             let shrink = exp(top - new_top);
             for (var i = 0u; i < OWNED; i++) {
@@ -96,14 +95,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
             }
             sum = sum * shrink;
             top = new_top;
-            for (var key = 0u; key < count; key++) {
-                if key < seen {
-                    let w = exp(scores[key] - top);
-                    sum += w;
-                    for (var i = 0u; i < OWNED; i++) {
-                        let v = kv_unpack(values[base + key * FOURS + lane + i * ROW_LANES]);
-                        part[i] = fma(vec4<f32>(w), v, part[i]);
-                    }
+            for (var key = 0u; key < seen; key++) {
+                let w = exp(scores[key] - top);
+                sum += w;
+                for (var i = 0u; i < OWNED; i++) {
+                    let v = kv_unpack(values[base + key * FOURS + i * ROW_LANES]);
+                    part[i] = fma(vec4<f32>(w), v, part[i]);
                 }
             }
             // A split ends with its last page or with the query itself.
@@ -122,7 +119,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     if slot < tile.y {
         for (var i = 0u; i < OWNED; i++) {
-            out[(token * p.heads + head) * FOURS + lane + i * ROW_LANES] = total[i] / total_sum;
+            out[row + i * ROW_LANES] = total[i] / total_sum;
         }
     }
 }

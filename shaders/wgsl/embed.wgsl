@@ -1,7 +1,7 @@
 // x[t][k] = E[token t][k]: one row of the embedding a token, dequantised.
 //
 // tokens: [tokens] (id, position, first entry of the page table, -)
-// x: [tokens, hidden] f32
+// x: [tokens, hidden] f32, hidden a multiple of 4
 // One thread writes one block of 32. Tables larger than a binding come in row chunks: an id outside this
 // chunk is left to another dispatch.
 #import quant
@@ -17,7 +17,7 @@ struct Params {
 
 var<immediate> p: Params;
 @group(0) @binding(3) var<storage, read> tokens: array<vec4<u32>>;
-@group(0) @binding(4) var<storage, read_write> x: array<f32>;
+@group(0) @binding(4) var<storage, read_write> x: array<vec4<f32>>;
 
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(global_invocation_id) id: vec3<u32>) {
@@ -30,16 +30,14 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     if row >= p.rows {
         return;
     }
-    let index = row * p.blocks + block_position(p.blocks, block);
-    let scales = block_scales(index, (row * p.blocks + block) / 8u);
+    let index = block_index(row, p.blocks, block_position(p.blocks, block));
+    let scales = block_scales(index, super_index(row, p.blocks, block));
     var v = block_values(index);
+    let fours = p.hidden / 4u;
     for (var i = 0u; i < 8u; i++) {
-        let scale = select(scales.x, scales.y, i >= 4u);
-        for (var c = 0u; c < 4u; c++) {
-            let k = block * 32u + 4u * i + c;
-            if k < p.hidden {
-                x[token * p.hidden + k] = fma(scale, v[i][c], scales.z);
-            }
+        if block * 8u + i < fours {
+            let scale = select(scales.x, scales.y, i >= 4u);
+            x[token * fours + block * 8u + i] = fma(vec4<f32>(scale), v[i], vec4<f32>(scales.z));
         }
     }
 }

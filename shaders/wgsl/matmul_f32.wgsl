@@ -17,9 +17,6 @@ struct Params {
     flags: u32,
 }
 
-const ADD_BIAS = 1u;
-const ADD_TO_Y = 2u;
-
 var<immediate> p: Params;
 @group(0) @binding(3) var<storage, read> x: array<f32>;
 @group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
@@ -50,8 +47,9 @@ fn main(
             let at_k = (tile * p.blocks + position) * 32u * ACT_LANES + lane;
             for (var r = 0u; r < ROWS; r++) {
                 let row = min(row0 + r, last_row);
-                var w = block_values(row * p.blocks + position);
-                let scales = block_scales(row * p.blocks + position, (row * p.blocks + first + j) / 8u);
+                let index = block_index(row, p.blocks, position);
+                var w = block_values(index);
+                let scales = block_scales(index, super_index(row, p.blocks, first + j));
                 for (var c = 0u; c < COLS; c++) {
                     var lo = 0.0;
                     var hi = 0.0;
@@ -72,16 +70,8 @@ fn main(
     for (var i = 0u; i < OUTPUTS; i++) {
         let row = row0 + i / COLS;
         let token = tile * ACT_LANES + (i % COLS) * LANES + lane;
-        if row < p.rows && token < p.tokens {
-            let at = token * p.y_stride + p.y_offset + row;
-            var out = sum[i];
-            if (p.flags & ADD_BIAS) != 0u {
-                out += bias[row];
-            }
-            if (p.flags & ADD_TO_Y) != 0u {
-                out += y[at];
-            }
-            y[at] = out;
-        }
+        store(row, token, sum[i]);
     }
 }
+
+#import product_store

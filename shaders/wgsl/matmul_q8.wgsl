@@ -16,9 +16,6 @@ struct Params {
     flags: u32,
 }
 
-const ADD_BIAS = 1u;
-const ADD_TO_Y = 2u;
-
 var<immediate> p: Params;
 @group(0) @binding(3) var<storage, read> x: array<u32>;
 @group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
@@ -57,8 +54,9 @@ fn main(
             }
             for (var r = 0u; r < ROWS; r++) {
                 let row = min(row0 + r, last_row);
-                let w = block_words(row * p.blocks + position);
-                let scales = block_scales(row * p.blocks + position, (row * p.blocks + first + j) / 8u);
+                let index = block_index(row, p.blocks, position);
+                let w = block_words(index);
+                let scales = block_scales(index, super_index(row, p.blocks, first + j));
                 for (var c = 0u; c < COLS; c++) {
                     let lo = dot4I8Packed(w.lo.x, x_words[c]) + dot4I8Packed(w.lo.y, x_words[COLS + c])
                         + dot4I8Packed(w.lo.z, x_words[2u * COLS + c]) + dot4I8Packed(w.lo.w, x_words[3u * COLS + c]);
@@ -75,16 +73,8 @@ fn main(
     for (var i = 0u; i < OUTPUTS; i++) {
         let row = row0 + i / COLS;
         let token = tile * ACT_LANES + (i % COLS) * LANES + lane;
-        if row < p.rows && token < p.tokens {
-            let at = token * p.y_stride + p.y_offset + row;
-            var out = sum[i];
-            if (p.flags & ADD_BIAS) != 0u {
-                out += bias[row];
-            }
-            if (p.flags & ADD_TO_Y) != 0u {
-                out += y[at];
-            }
-            y[at] = out;
-        }
+        store(row, token, sum[i]);
     }
 }
+
+#import product_store

@@ -16,9 +16,6 @@ struct Params {
     flags: u32,
 }
 
-const ADD_BIAS = 1u;
-const ADD_TO_Y = 2u;
-
 var<immediate> p: Params;
 @group(0) @binding(3) var<storage, read> x: array<u32>;
 @group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
@@ -58,10 +55,11 @@ fn main(
             let position = j * SEGMENTS + segment;
             for (var i = thread; i < TILE; i += THREADS) {
                 let row = min(row0 + i, p.rows - 1u);
-                let words = block_words(row * p.blocks + position);
+                let index = block_index(row, p.blocks, position);
+                let words = block_words(index);
                 w_lo[i] = words.lo;
                 w_hi[i] = words.hi;
-                w_scales[i] = block_scales(row * p.blocks + position, (row * p.blocks + first + j) / 8u);
+                w_scales[i] = block_scales(index, super_index(row, p.blocks, first + j));
                 xs[i] = x_scales[(tile * p.blocks + position) * TILE + i];
             }
             for (var i = thread; i < TILE * 8u; i += THREADS) {
@@ -87,16 +85,8 @@ fn main(
     for (var i = 0u; i < OUTPUTS; i++) {
         let row = row0 + my_row + (i / SIDE) * ACROSS;
         let token = tile * TILE + my_token + (i % SIDE) * ACROSS;
-        if row < p.rows && token < p.tokens {
-            let at = token * p.y_stride + p.y_offset + row;
-            var out = sum[i];
-            if (p.flags & ADD_BIAS) != 0u {
-                out += bias[row];
-            }
-            if (p.flags & ADD_TO_Y) != 0u {
-                out += y[at];
-            }
-            y[at] = out;
-        }
+        store(row, token, sum[i]);
     }
 }
+
+#import product_store

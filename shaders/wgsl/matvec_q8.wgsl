@@ -1,9 +1,9 @@
 // y[t][n] = sum over k of W[n][k] * x[t][k] (+ bias[n]) (+ y[t][n]), for few tokens; x as q8.
 //
 // W: [rows, 32 * blocks] of a quantised format; x: q8 activations with act_lanes = 1.
-// A lane walks one segment of K for ROWS rows and COLS tokens at once: neighbouring lanes read neighbouring
-// blocks, every weight is read once for all tokens, and the SEGMENTS partial sums are added in order.
-// A workgroup holds GROUPS such sets of lanes, each with rows of its own.
+// SEGMENTS lanes share a row: each walks one segment of K for ROWS rows and COLS tokens at once, neighbouring lanes
+// read neighbouring blocks, every weight is read once for all tokens, and the partial sums are added in order.
+// A workgroup holds GROUPS such sets of lanes, which take rows in turn. With one segment nothing is shared.
 #import quant
 #import segments
 
@@ -16,17 +16,14 @@ struct Params {
     flags: u32,
 }
 
-const ADD_BIAS = 1u;
-const ADD_TO_Y = 2u;
-
 var<immediate> p: Params;
-@group(0) @binding(3) var<storage, read> x: array<vec4<u32>>;
+@group(0) @binding(3) var<storage, read> x: array<Quad>;
 @group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
 @group(0) @binding(5) var<storage, read> bias: array<f32>;
 @group(0) @binding(6) var<storage, read_write> y: array<f32>;
 
 const OUTPUTS = ROWS * COLS;
-var<workgroup> partial: array<f32, GROUPS * OUTPUTS * SEGMENTS>;
+var<workgroup> partial: array<f32, select(1u, GROUPS * OUTPUTS * SEGMENTS, SEGMENTS > 1u)>;
 
 fn dot4x4(a: vec4<u32>, b: vec4<u32>) -> f32 {
     return f32(dot4I8Packed(a.x, b.x) + dot4I8Packed(a.y, b.y) + dot4I8Packed(a.z, b.z) + dot4I8Packed(a.w, b.w));
@@ -40,7 +37,7 @@ fn main(
 ) {
     let lane = thread % SEGMENTS;
     let group = thread / SEGMENTS;
-    let row0 = ((workgroup.x + workgroup.z * workgroups.x) * GROUPS + group) * ROWS;
+    let row0 = (workgroup.x + workgroup.z * workgroups.x) * GROUPS * ROWS + group;
     let token0 = workgroup.y * COLS;
     let last_row = p.rows - 1u;
     let length = segment_length(p.blocks, lane);
@@ -54,40 +51,38 @@ fn main(
         var xs: array<vec2<f32>, COLS>;
         for (var c = 0u; c < COLS; c++) {
             let at = min(token0 + c, p.tokens - 1u) * p.blocks + position;
-            lo[c] = x[2u * at];
-            hi[c] = x[2u * at + 1u];
+            lo[c] = quad(x[2u * at]);
+            hi[c] = quad(x[2u * at + 1u]);
             xs[c] = x_scales[at];
         }
         for (var r = 0u; r < ROWS; r++) {
-            let row = min(row0 + r, last_row);
-            let words = block_words(row * p.blocks + position);
-            let scales = block_scales(row * p.blocks + position, (row * p.blocks + first + j) / 8u);
+            let row = min(row0 + r * GROUPS, last_row);
+            let index = block_index(row, p.blocks, position);
+            let words = block_words(index);
+            let scales = block_scales(index, super_index(row, p.blocks, first + j));
             for (var c = 0u; c < COLS; c++) {
                 let i = r * COLS + c;
                 acc[i] = block_sum(acc[i], dot4x4(words.lo, lo[c]), dot4x4(words.hi, hi[c]), scales, xs[c]);
             }
         }
     }
+    if SEGMENTS == 1u {
+        for (var i = 0u; i < OUTPUTS; i++) {
+            store(row0 + i / COLS * GROUPS, token0 + i % COLS, 0.0 + acc[i]);
+        }
+        return;
+    }
     for (var i = 0u; i < OUTPUTS; i++) {
         partial[(group * OUTPUTS + i) * SEGMENTS + lane] = acc[i];
     }
     workgroupBarrier();
     for (var i = lane; i < OUTPUTS; i += SEGMENTS) {
-        let row = row0 + i / COLS;
-        let token = token0 + i % COLS;
-        if row < p.rows && token < p.tokens {
-            var sum = 0.0;
-            for (var s = 0u; s < SEGMENTS; s++) {
-                sum += partial[(group * OUTPUTS + i) * SEGMENTS + s];
-            }
-            let at = token * p.y_stride + p.y_offset + row;
-            if (p.flags & ADD_BIAS) != 0u {
-                sum += bias[row];
-            }
-            if (p.flags & ADD_TO_Y) != 0u {
-                sum += y[at];
-            }
-            y[at] = sum;
+        var sum = 0.0;
+        for (var s = 0u; s < SEGMENTS; s++) {
+            sum += partial[(group * OUTPUTS + i) * SEGMENTS + s];
         }
+        store(row0 + i / COLS * GROUPS, token0 + i % COLS, sum);
     }
 }
+
+#import product_store

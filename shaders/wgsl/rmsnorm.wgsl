@@ -1,7 +1,7 @@
 // y = x / sqrt(mean(x²) + eps) * g, written as activations for the matrices that follow
 // (Zhang and Sennrich 2019, arXiv:1910.07467).
 //
-// x: [tokens, hidden] f32, g: [hidden] f32; rows: [tokens] (row of x, …), read where use_rows is 1.
+// x: [tokens, hidden] f32, g: [hidden] f32, hidden a multiple of 4; rows: [tokens] (row of x, …), read where use_rows is 1.
 // A workgroup takes one token: every thread sums squares of its strided share, one adds the shares in
 // order, then every thread writes blocks of 32.
 #import act_store
@@ -16,8 +16,8 @@ struct Params {
 }
 
 var<immediate> p: Params;
-@group(0) @binding(0) var<storage, read> x: array<f32>;
-@group(0) @binding(1) var<storage, read> g: array<f32>;
+@group(0) @binding(0) var<storage, read> x: array<vec4<f32>>;
+@group(0) @binding(1) var<storage, read> g: array<vec4<f32>>;
 @group(0) @binding(2) var<storage, read> rows: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read_write> act_words: array<u32>;
 @group(0) @binding(4) var<storage, read_write> act_scales: array<vec2<f32>>;
@@ -31,13 +31,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     if p.use_rows == 1u {
         row = rows[token].x;
     }
-    let base = row * p.hidden;
-    var share = 0.0;
-    for (var k = thread; k < p.hidden; k += WORKGROUP) {
+    let fours = p.hidden / 4u;
+    let base = row * fours;
+    var share = vec4<f32>(0.0);
+    for (var k = thread; k < fours; k += WORKGROUP) {
         let v = x[base + k];
         share = fma(v, v, share);
     }
-    shares[thread] = share;
+    shares[thread] = (share.x + share.y) + (share.z + share.w);
     workgroupBarrier();
     var sum = 0.0;
     for (var i = 0u; i < WORKGROUP; i++) {
@@ -47,11 +48,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     for (var block = thread; block < p.blocks; block += WORKGROUP) {
         var v: array<vec4<f32>, 8>;
         for (var i = 0u; i < 8u; i++) {
-            for (var c = 0u; c < 4u; c++) {
-                let k = block * 32u + 4u * i + c;
-                if k < p.hidden {
-                    v[i][c] = x[base + k] * scale * g[k];
-                }
+            let k = block * 8u + i;
+            if k < fours {
+                v[i] = x[base + k] * scale * g[k];
             }
         }
         act_store(token, block, p.blocks, p.act_lanes, v);

@@ -1,8 +1,8 @@
 // h = silu(gate) * up, silu(g) = g / (1 + exp(-g)), written as activations for the down projection
 // (Shazeer 2020, arXiv:2002.05202).
 //
-// x: [tokens, 2 * width] f32, gate in the first half of a row, up in the second. One thread writes one block
-// of 32 values of one token.
+// x: [tokens, 2 * width] f32, gate in the first half of a row, up in the second; width is a multiple of 4.
+// One thread writes one block of 32 values of one token.
 #import act_store
 
 struct Params {
@@ -13,7 +13,7 @@ struct Params {
 }
 
 var<immediate> p: Params;
-@group(0) @binding(0) var<storage, read> x: array<f32>;
+@group(0) @binding(0) var<storage, read> x: array<vec4<f32>>;
 @group(0) @binding(1) var<storage, read_write> act_words: array<u32>;
 @group(0) @binding(2) var<storage, read_write> act_scales: array<vec2<f32>>;
 
@@ -24,15 +24,14 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     if block >= p.blocks || token >= p.tokens {
         return;
     }
-    let row = token * 2u * p.width;
+    let fours = p.width / 4u;
+    let row = token * 2u * fours;
     var v: array<vec4<f32>, 8>;
     for (var i = 0u; i < 8u; i++) {
-        for (var c = 0u; c < 4u; c++) {
-            let k = block * 32u + 4u * i + c;
-            if k < p.width {
-                let gate = x[row + k];
-                v[i][c] = gate / (1.0 + exp(-gate)) * x[row + p.width + k];
-            }
+        let k = block * 8u + i;
+        if k < fours {
+            let gate = x[row + k];
+            v[i] = gate / (1.0 + exp(-gate)) * x[row + fours + k];
         }
     }
     act_store(token, block, p.blocks, p.act_lanes, v);

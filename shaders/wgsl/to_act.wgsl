@@ -1,6 +1,6 @@
 // Turns rows of floats into activations for the matrix that follows.
 //
-// x: [tokens, width] f32. One thread writes one block of 32 values of one token.
+// x: [tokens, width] f32, width a multiple of 4. One thread writes one block of 32 values of one token.
 #import act_store
 
 struct Params {
@@ -11,7 +11,7 @@ struct Params {
 }
 
 var<immediate> p: Params;
-@group(0) @binding(0) var<storage, read> x: array<f32>;
+@group(0) @binding(0) var<storage, read> x: array<vec4<f32>>;
 @group(0) @binding(1) var<storage, read_write> act_words: array<u32>;
 @group(0) @binding(2) var<storage, read_write> act_scales: array<vec2<f32>>;
 
@@ -22,13 +22,11 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     if block >= p.blocks || token >= p.tokens {
         return;
     }
+    let fours = p.width / 4u;
     var v: array<vec4<f32>, 8>;
     for (var i = 0u; i < 8u; i++) {
-        for (var c = 0u; c < 4u; c++) {
-            let k = block * 32u + 4u * i + c;
-            if k < p.width {
-                v[i][c] = x[token * p.width + k];
-            }
+        if block * 8u + i < fours {
+            v[i] = x[token * fours + block * 8u + i];
         }
     }
     act_store(token, block, p.blocks, p.act_lanes, v);

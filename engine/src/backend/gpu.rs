@@ -66,7 +66,7 @@ impl Gpu {
         let wanted = wgpu::Features::IMMEDIATES
             | wgpu::Features::TIMESTAMP_QUERY
             | wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES
-            | wgpu::Features::SUBGROUP;
+            | wgpu::Features::SHADER_INT64;
         let (device, queue) = pollster::block_on(adapter.raw().request_device(&wgpu::DeviceDescriptor {
             label: Some("pp-run stage"),
             required_features: adapter.raw().features() & wanted,
@@ -96,7 +96,10 @@ impl Gpu {
         });
         Ok(Gpu {
             name: adapter.name().to_owned(),
-            profile,
+            profile: Profile {
+                wide: profile.wide && device.features().contains(wgpu::Features::SHADER_INT64),
+                ..profile
+            },
             limits: DeviceLimits {
                 binding_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size) as usize,
                 buffer_bytes: limits.max_buffer_size as usize,

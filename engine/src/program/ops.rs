@@ -5,19 +5,13 @@
 
 use bytemuck::bytes_of;
 use pp_shaders::params::{self, ADD_BIAS, ADD_TO_Y};
+use pp_shaders::profile::{Product, TOP_K_CHUNK};
 use pp_shaders::{Act, BLOCK, Kernel, KvType, Profile, Variant};
 
 use super::{BufferId, Count, Grid, Op, Program};
 
-/// Candidates that top-k returns at most.
-pub const TOP_K: u32 = 64;
-/// Logits that one workgroup of top-k looks at.
-pub const TOP_K_CHUNK: u32 = 4096;
 /// Most tokens that the matvec kernels and decode attention take at once.
 pub const FEW_TOKENS: usize = 8;
-/// Side of the tiles of the staged matmul, and the rows and tokens a thread makes of it.
-const TILE: u32 = 64;
-const TILE_SIDE: u32 = 4;
 
 /// Numbers of a model that programs are made of.
 #[derive(Clone, Debug, PartialEq)]
@@ -186,7 +180,7 @@ impl<'a> Ops<'a> {
     fn act_lanes(&self) -> u32 {
         match self.bucket {
             Bucket::Few(_) => 1,
-            Bucket::Many => self.profile.matmul_lanes * self.profile.matmul_cols,
+            Bucket::Many => self.profile.act_lanes(),
         }
     }
 
@@ -232,8 +226,7 @@ impl<'a> Ops<'a> {
     /// x = rows of the embedding.
     pub fn embed(&mut self, table: &Matrix) {
         for chunk in &table.chunks {
-            let variant =
-                Variant::new(Kernel::Embed, Some(table.format), None, None, &[("WORKGROUP", self.profile.flat)]);
+            let variant = self.profile.embed(table.format);
             let params = params::Embed {
                 tokens: 0,
                 blocks: table.blocks as u32,
@@ -253,7 +246,7 @@ impl<'a> Ops<'a> {
         let hidden = self.dims.hidden;
         for act in self.acts(consumer) {
             let [words, scales] = self.act_buffers(act);
-            let variant = Variant::new(Kernel::RmsNorm, None, Some(act), None, &[("WORKGROUP", self.profile.norm)]);
+            let variant = self.profile.rmsnorm(act);
             let params = params::RmsNorm {
                 tokens: 0,
                 hidden: hidden as u32,
@@ -273,7 +266,7 @@ impl<'a> Ops<'a> {
             let act = matrix.act(self.mode);
             let [words, scales] = self.act_buffers(act);
             for chunk in &matrix.chunks {
-                let (variant, rows_each, tokens) = self.product_variant(matrix, act);
+                let Product { variant, rows, tokens } = self.product(matrix, act);
                 let flags = if chunk.bias.is_some() { ADD_BIAS } else { 0 } | if add { ADD_TO_Y } else { 0 };
                 let params = params::Matmul {
                     tokens: 0,
@@ -285,34 +278,17 @@ impl<'a> Ops<'a> {
                 };
                 let mut buffers = chunk.streams.clone();
                 buffers.extend([words, scales, chunk.bias.unwrap_or(self.work.nothing), y]);
-                let grid = Grid::Rows { workgroups: (chunk.rows as u32).div_ceil(rows_each), tokens };
+                let grid = Grid::Rows { workgroups: (chunk.rows as u32).div_ceil(rows), tokens };
                 let bytes = matrix.format.bytes(chunk.rows, matrix.blocks);
                 self.push(variant, bytes_of(&params), buffers, grid, &matrix.name, bytes, 2 * chunk.rows * matrix.cols);
             }
         }
     }
 
-    /// The kernel of a product, with the rows and the tokens of one workgroup.
-    fn product_variant(&self, matrix: &Matrix, act: Act) -> (Variant, u32, u32) {
-        let p = self.profile;
-        let format = Some(matrix.format);
+    fn product(&self, matrix: &Matrix, act: Act) -> Product {
         match self.bucket {
-            Bucket::Few(cols) => {
-                let kernel = if act == Act::Q8 { Kernel::MatvecQ8 } else { Kernel::MatvecF32 };
-                let rows = if cols > 2 { p.matvec_rows.min(4) } else { p.matvec_rows };
-                let sizes = [("GROUPS", p.matvec_groups), ("ROWS", rows), ("COLS", cols)];
-                (Variant::new(kernel, format, None, None, &sizes), p.matvec_groups * rows, cols)
-            }
-            Bucket::Many if act == Act::Q8 && p.tiled => (
-                Variant::new(Kernel::MatmulTileQ8, format, None, None, &[("TILE", TILE), ("SIDE", TILE_SIDE)]),
-                TILE,
-                TILE,
-            ),
-            Bucket::Many => {
-                let kernel = if act == Act::Q8 { Kernel::MatmulQ8 } else { Kernel::MatmulF32 };
-                let sizes = [("LANES", p.matmul_lanes), ("COLS", p.matmul_cols), ("ROWS", p.matmul_rows)];
-                (Variant::new(kernel, format, None, None, &sizes), p.matmul_rows, p.matmul_lanes * p.matmul_cols)
-            }
+            Bucket::Few(cols) => self.profile.matvec(matrix.format, act, cols),
+            Bucket::Many => self.profile.matmul(matrix.format, act),
         }
     }
 
@@ -320,8 +296,7 @@ impl<'a> Ops<'a> {
     pub fn rope_kv(&mut self, layer: &[KvBuffers], norms: Option<BufferId>) {
         let d = self.dims;
         for kv in layer {
-            let constants = [("WORKGROUP", self.profile.flat), ("HEAD_DIM", d.head_dim as u32)];
-            let variant = Variant::new(Kernel::RopeKv, None, None, Some(self.kv), &constants);
+            let variant = self.profile.rope_kv(self.kv, d.head_dim as u32);
             let params = params::RopeKv {
                 tokens: 0,
                 heads: d.heads as u32,
@@ -354,16 +329,8 @@ impl<'a> Ops<'a> {
     fn attention_few(&mut self, layer: &[KvBuffers], consumer: &Linear) {
         let (d, w) = (self.dims, self.work);
         let group = d.heads / d.kv_heads;
-        // Query heads that share the reading of their kv head in one workgroup.
-        let heads = (1..=group.min(8)).rev().find(|h| group % h == 0).unwrap_or(1);
         for kv in layer {
-            let constants = [
-                ("WORKGROUP", self.profile.decode_threads),
-                ("KEY_LANES", self.profile.key_lanes),
-                ("HEAD_DIM", d.head_dim as u32),
-                ("HEADS", heads as u32),
-            ];
-            let variant = Variant::new(Kernel::AttnDecode, None, None, Some(self.kv), &constants);
+            let (variant, heads) = self.profile.attn_decode(self.kv, d.head_dim as u32, group as u32);
             let params = params::AttnDecode {
                 tokens: 0,
                 heads: d.heads as u32,
@@ -373,14 +340,13 @@ impl<'a> Ops<'a> {
                 splits: self.splits_max as u32,
             };
             let buffers = vec![w.q, kv.keys, kv.values, w.tokens, w.pages, w.part_out, w.part_stat];
-            let grid = Grid::Splits { x: (kv.kv_heads * group / heads) as u32 };
+            let grid = Grid::Splits { x: (kv.kv_heads * group) as u32 / heads };
             self.push(variant, bytes_of(&params), buffers, grid, "attention", 0, 0);
         }
         for act in self.acts(consumer) {
             let [words, scales] = self.act_buffers(act);
             let blocks = (d.heads * d.head_dim).div_ceil(BLOCK) as u32;
-            let constants = [("WORKGROUP", self.profile.flat), ("HEAD_DIM", d.head_dim as u32)];
-            let variant = Variant::new(Kernel::AttnReduce, None, Some(act), None, &constants);
+            let variant = self.profile.attn_reduce(act, d.head_dim as u32);
             let params = params::AttnReduce {
                 tokens: 0,
                 heads: d.heads as u32,
@@ -397,12 +363,8 @@ impl<'a> Ops<'a> {
     fn attention_many(&mut self, layer: &[KvBuffers], consumer: &Linear) {
         let (d, w) = (self.dims, self.work);
         for kv in layer {
-            let constants = [
-                ("TILE", self.profile.prefill_tile),
-                ("ROW_LANES", self.profile.row_lanes),
-                ("HEAD_DIM", d.head_dim as u32),
-            ];
-            let variant = Variant::new(Kernel::AttnPrefill, None, None, Some(self.kv), &constants);
+            let group = d.heads / d.kv_heads;
+            let variant = self.profile.attn_prefill(self.kv, d.head_dim as u32);
             let params = params::AttnPrefill {
                 tokens: 0,
                 heads: d.heads as u32,
@@ -411,22 +373,29 @@ impl<'a> Ops<'a> {
                 kv_heads_here: kv.kv_heads as u32,
             };
             let buffers = vec![w.q, kv.keys, kv.values, w.tokens, w.pages, w.tiles, w.attention];
-            let grid = Grid::Tiles { heads: (kv.kv_heads * d.heads / d.kv_heads) as u32 };
+            let grid = Grid::Tiles { heads: (kv.kv_heads * group) as u32 };
             self.push(variant, bytes_of(&params), buffers, grid, "attention", 0, 0);
         }
-        self.activations(Kernel::ToAct, w.attention, d.heads * d.head_dim, consumer, "to activations");
+        self.activations(Profile::to_act, w.attention, d.heads * d.head_dim, consumer, "to activations");
     }
 
     /// Activations for `consumer` = silu(gate) * up.
     pub fn swiglu(&mut self, consumer: &Linear) {
-        self.activations(Kernel::SwiGlu, self.work.gate_up, self.dims.intermediate, consumer, "silu(gate) * up");
+        self.activations(Profile::swiglu, self.work.gate_up, self.dims.intermediate, consumer, "silu(gate) * up");
     }
 
-    fn activations(&mut self, kernel: Kernel, from: BufferId, width: usize, consumer: &Linear, what: &str) {
+    fn activations(
+        &mut self,
+        kernel: fn(&Profile, Act) -> Variant,
+        from: BufferId,
+        width: usize,
+        consumer: &Linear,
+        what: &str,
+    ) {
         for act in self.acts(consumer) {
             let [words, scales] = self.act_buffers(act);
             let blocks = width.div_ceil(BLOCK) as u32;
-            let variant = Variant::new(kernel, None, Some(act), None, &[("WORKGROUP", self.profile.flat)]);
+            let variant = kernel(self.profile, act);
             let params = params::ToAct { tokens: 0, width: width as u32, blocks, act_lanes: self.act_lanes() };
             let grid = Grid::Flat { items: blocks, workgroup: self.profile.flat };
             self.push(variant, bytes_of(&params), vec![from, words, scales], grid, what, 0, 0);
@@ -437,12 +406,11 @@ impl<'a> Ops<'a> {
     pub fn top_k(&mut self) {
         let w = self.work;
         let chunks = (self.dims.vocab as u32).div_ceil(TOP_K_CHUNK);
-        let constants = [("WORKGROUP", self.profile.topk), ("CHUNK", TOP_K_CHUNK), ("K", TOP_K)];
         let params = params::TopK { tokens: 0, vocab: self.dims.vocab as u32, chunks };
-        let variant = Variant::new(Kernel::TopkChunk, None, None, None, &constants);
+        let variant = self.profile.top_k(Kernel::TopkChunk);
         let buffers = vec![w.logits, w.outputs, w.best, w.stats];
         self.push(variant, bytes_of(&params), buffers, Grid::Chunks { chunks }, "top-k of chunks", 0, 0);
-        let variant = Variant::new(Kernel::TopkMerge, None, None, None, &constants);
+        let variant = self.profile.top_k(Kernel::TopkMerge);
         let buffers = vec![w.logits, w.outputs, w.best, w.stats, w.result];
         self.push(variant, bytes_of(&params), buffers, Grid::Each, "top-k", 0, 0);
     }

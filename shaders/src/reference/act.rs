@@ -2,23 +2,30 @@
 
 use crate::format::Act;
 use crate::params;
-use crate::{BLOCK, block_position};
+use crate::{Arrangement, BLOCK};
 
 use super::Call;
 
+/// Where the blocks of tokens stand (`wgsl/act`).
+#[derive(Clone, Copy)]
+pub(super) struct Layout {
+    pub arrangement: Arrangement,
+    pub lanes: usize,
+}
+
+impl Layout {
+    pub(super) fn new(call: &Call, blocks: u32, lanes: u32) -> Layout {
+        Layout { arrangement: call.arrangement(blocks as usize), lanes: lanes as usize }
+    }
+}
+
 /// Writes the values of one token as activations into `words` and `scales`.
-pub(super) fn store(
-    act: Act,
-    values: &[f32],
-    token: usize,
-    blocks: usize,
-    lanes: usize,
-    words: &mut [u32],
-    scales: &mut [f32],
-) {
+pub(super) fn store(act: Act, values: &[f32], token: usize, layout: Layout, words: &mut [u32], scales: &mut [f32]) {
+    let Layout { arrangement, lanes } = layout;
+    let blocks = arrangement.blocks;
     for block in 0..blocks {
         let x: [f32; BLOCK] = std::array::from_fn(|k| values.get(block * BLOCK + k).copied().unwrap_or(0.0));
-        let base = token / lanes * blocks + block_position(blocks, block);
+        let base = token / lanes * blocks + arrangement.position(block);
         let lane = token % lanes;
         let mut put = |i: usize, word: u32| words[(base * act.block_words() + i) * lanes + lane] = word;
         let (scale, sum) = match act {
@@ -41,10 +48,12 @@ pub(super) fn store(
 }
 
 /// The values of one token, read back from activations.
-pub(super) fn load(act: Act, token: usize, blocks: usize, lanes: usize, words: &[u32], scales: &[f32]) -> Vec<f32> {
+pub(super) fn load(act: Act, token: usize, layout: Layout, words: &[u32], scales: &[f32]) -> Vec<f32> {
+    let Layout { arrangement, lanes } = layout;
+    let blocks = arrangement.blocks;
     let mut values = Vec::with_capacity(blocks * BLOCK);
     for block in 0..blocks {
-        let base = token / lanes * blocks + block_position(blocks, block);
+        let base = token / lanes * blocks + arrangement.position(block);
         let lane = token % lanes;
         let word = |i: usize| words[(base * act.block_words() + i) * lanes + lane];
         let d = scales[2 * (base * lanes + lane)];
@@ -78,5 +87,6 @@ pub(super) fn swiglu(call: &Call) {
 
 fn store_row(call: &Call, row: &[f32], token: usize, p: params::ToAct) {
     let act = call.variant.act.expect("an activation type");
-    store(act, row, token, p.blocks as usize, p.act_lanes as usize, &mut call.words_mut(1), &mut call.floats_mut(2));
+    let layout = Layout::new(call, p.blocks, p.act_lanes);
+    store(act, row, token, layout, &mut call.words_mut(1), &mut call.floats_mut(2));
 }

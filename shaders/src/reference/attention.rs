@@ -93,15 +93,8 @@ pub(super) fn reduce(call: &Call) {
             }
         }
         let act = call.variant.act.expect("an activation type");
-        act::store(
-            act,
-            &row,
-            token,
-            p.blocks as usize,
-            p.act_lanes as usize,
-            &mut call.words_mut(3),
-            &mut call.floats_mut(4),
-        );
+        let layout = act::Layout::new(call, p.blocks, p.act_lanes);
+        act::store(act, &row, token, layout, &mut call.words_mut(3), &mut call.floats_mut(4));
     }
 }
 

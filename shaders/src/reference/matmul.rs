@@ -16,14 +16,14 @@ pub(super) fn run(call: &Call) {
         Kernel::MatmulTileQ8 => (Act::Q8, call.constant("TILE")),
         other => unreachable!("{other:?} is no matrix product"),
     };
-    let weights = Streams::new(call.variant.format.expect("a format"), call.buffers);
-    let blocks = p.blocks as usize;
+    let weights =
+        Streams::new(call.variant.format.expect("a format"), call.arrangement(p.blocks as usize), call.buffers);
     let (words, scales, bias) = (call.words(0), call.floats(1), call.floats(2));
     let mut y = call.floats_mut(3);
-    let x: Vec<Vec<f32>> =
-        (0..p.tokens as usize).map(|token| act::load(act, token, blocks, lanes, &words, &scales)).collect();
+    let layout = act::Layout { arrangement: call.arrangement(p.blocks as usize), lanes };
+    let x: Vec<Vec<f32>> = (0..p.tokens as usize).map(|token| act::load(act, token, layout, &words, &scales)).collect();
     for row in 0..p.rows as usize {
-        let w = weights.row(row, blocks);
+        let w = weights.row(row);
         for (token, x) in x.iter().enumerate() {
             let mut sum = dot(&w, x);
             let at = token * p.y_stride as usize + p.y_offset as usize + row;

@@ -4,30 +4,31 @@ use std::cell::RefCell;
 
 use half::{bf16, f16};
 
-use crate::{BLOCK, Format, block_position};
+use crate::{Arrangement, BLOCK, Format};
 
 /// The streams of one matrix.
 pub struct Streams<'a> {
     /// How they are to be read.
     pub format: Format,
+    /// Where blocks stand.
+    pub arrangement: Arrangement,
     /// `quants`, then `scales` and `supers` where the format has them.
     pub streams: Vec<std::cell::Ref<'a, Vec<u32>>>,
 }
 
 impl<'a> Streams<'a> {
     /// Borrows the first buffers of a call.
-    pub fn new(format: Format, buffers: &[&'a RefCell<Vec<u32>>]) -> Streams<'a> {
-        Streams { format, streams: buffers[..format.streams()].iter().map(|b| b.borrow()).collect() }
+    pub fn new(format: Format, arrangement: Arrangement, buffers: &[&'a RefCell<Vec<u32>>]) -> Streams<'a> {
+        Streams { format, arrangement, streams: buffers[..format.streams()].iter().map(|b| b.borrow()).collect() }
     }
 
-    /// Row `row` of a matrix with `blocks` blocks a row: 32 * blocks values.
-    pub fn row(&self, row: usize, blocks: usize) -> Vec<f32> {
-        (0..blocks)
-            .flat_map(|block| self.block(row * blocks + block_position(blocks, block), (row * blocks + block) / 8))
-            .collect()
+    /// Row `row`: 32 values a block.
+    pub fn row(&self, row: usize) -> Vec<f32> {
+        let a = self.arrangement;
+        (0..a.blocks).flat_map(|block| self.block(a.index(row, block), a.super_index(row, block / 8))).collect()
     }
 
-    /// The values of the block at `index` = row * blocks + position, in superblock `super_index`.
+    /// The values of the block stored at `index`, in the superblock stored at `super_index`.
     fn block(&self, index: usize, super_index: usize) -> [f32; BLOCK] {
         let quants = &self.streams[0];
         let byte = |i: usize| quants[i / 4].to_le_bytes()[i % 4];

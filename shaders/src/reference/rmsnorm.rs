@@ -12,15 +12,8 @@ pub(super) fn run(call: &Call) {
         let row = &x[row * hidden..][..hidden];
         let y = normalised(row, &g, p.eps);
         let act = call.variant.act.expect("an activation type");
-        act::store(
-            act,
-            &y,
-            token,
-            p.blocks as usize,
-            p.act_lanes as usize,
-            &mut call.words_mut(3),
-            &mut call.floats_mut(4),
-        );
+        let layout = act::Layout::new(call, p.blocks, p.act_lanes);
+        act::store(act, &y, token, layout, &mut call.words_mut(3), &mut call.floats_mut(4));
     }
 }
 

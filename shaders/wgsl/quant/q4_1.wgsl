@@ -3,18 +3,19 @@
 // scales[i]: (d, m).
 #import bytes
 #import block_sum
+#import quad
 
-@group(0) @binding(0) var<storage, read> quants: array<vec4<u32>>;
+@group(0) @binding(0) var<storage, read> quants: array<Quad>;
 @group(0) @binding(1) var<storage, read> scales: array<u32>;
 
 struct Words { lo: vec4<u32>, hi: vec4<u32> }
 
 fn block_words(index: u32) -> Words {
-    let w = quants[index];
+    let w = quad(quants[index]);
     return Words(w & vec4<u32>(0x0f0f0f0fu), (w >> vec4<u32>(4u)) & vec4<u32>(0x0f0f0f0fu));
 }
 
-fn block_scales(index: u32, super_index: u32) -> vec3<f32> {
+fn block_scales(index: u32, super_at: u32) -> vec3<f32> {
     let dm = unpack2x16float(scales[index]);
     return vec3<f32>(dm.x, dm.x, dm.y);
 }

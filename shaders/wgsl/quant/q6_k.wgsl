@@ -5,17 +5,18 @@
 // scales: the two s of two blocks a word. supers: d of two superblocks a word.
 #import bytes
 #import block_sum_halves
+#import quad
 
-@group(0) @binding(0) var<storage, read> quants: array<vec2<u32>>;
+@group(0) @binding(0) var<storage, read> quants: array<Pair>;
 @group(0) @binding(1) var<storage, read> scales: array<u32>;
 @group(0) @binding(2) var<storage, read> supers: array<u32>;
 
 struct Words { lo: vec4<u32>, hi: vec4<u32> }
 
 fn block_words(index: u32) -> Words {
-    let a = quants[3u * index];
-    let b = quants[3u * index + 1u];
-    let h = quants[3u * index + 2u];
+    let a = pair(quants[3u * index]);
+    let b = pair(quants[3u * index + 1u]);
+    let h = pair(quants[3u * index + 2u]);
     let low = vec4<u32>(a, b);
     let mask = vec2<u32>(0x03030303u);
     let high_lo = vec4<u32>(h & mask, (h >> vec2<u32>(2u)) & mask);
@@ -26,9 +27,9 @@ fn block_words(index: u32) -> Words {
     );
 }
 
-fn block_scales(index: u32, super_index: u32) -> vec3<f32> {
+fn block_scales(index: u32, super_at: u32) -> vec3<f32> {
     let s = unpack4xI8(scales[index >> 1u] >> ((index & 1u) * 16u));
-    let d = half_of(supers[super_index >> 1u], super_index);
+    let d = half_of(supers[super_at >> 1u], super_at);
     return vec3<f32>(d * f32(s.x), d * f32(s.y), 0.0);
 }
 #import words_as_values

@@ -1,0 +1,332 @@
+//! What was typed. Says nothing about what it means: that is [`crate::settings`].
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+const EXAMPLES: &str = "\
+Examples:
+  pp-run \"What is a pipeline?\"                          one answer of the demo model
+  pp-run --stages 4 --split 8,8,7,7 \"Tell me a story\"   the same model, cut into four stages
+  pp-run -m qwen.gguf --raw -n 64 < start.txt           continue a text, without a chat template
+  pp-run -m qwen.gguf --device 0,1 --stages 2 \"Hello\"   stages on two adapters
+  pp-run -- devices                                     `--` makes a prompt of a verb
+  pp-run plan -m qwen.gguf --stages 2                   what each stage would hold; loads nothing
+
+More: pp-run --help, pp-run help plan";
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0    done
+  1    failed while running (a device was lost, a file could not be written, …)
+  2    bad usage or bad input (an option, a prompt, a split)
+  3    no usable device, or not enough device memory
+  4    the model cannot be found or read, or is not supported
+  130  cancelled with Ctrl-C; what was answered until then has been printed
+
+Environment:
+  PP_MODEL   model when -m is not given (a path or a name)
+  PP_MODELS  the models folder (default: $XDG_DATA_HOME/pp-run/models, else ~/.local/share/pp-run/models)
+  PP_LOG     what to log to stderr: error, warn (default), info, debug, trace, or a filter such as pp_engine=debug
+  PP_CHECKED set to 1 to compile kernels with bounds checks (slower; for finding faults)
+  NO_COLOR   set to anything to print without colours";
+
+/// The whole command line.
+#[derive(Debug, Parser)]
+#[command(
+    name = "pp-run",
+    version,
+    about = "Run a language model as a pipeline of stages on one or more GPUs",
+    long_about = "Run a language model as a pipeline of stages, cut by depth, on one or more GPUs (Vulkan), or on the \
+                  processor through a software driver.\n\nWithout a verb: answer one prompt, streamed to stdout.",
+    after_help = EXAMPLES,
+    after_long_help = format!("{EXAMPLES}\n\n{EXIT_CODES}"),
+    override_usage = "pp-run [OPTIONS] [PROMPT]\n       pp-run <COMMAND> [OPTIONS]"
+)]
+pub struct Cli {
+    /// A verb, when there is one.
+    #[command(subcommand)]
+    pub verb: Option<Verb>,
+    /// Without one: an answer.
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+/// What else there is beside an answer.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// Every adapter: what it is, what it can do, whether its kernels compute right, whether it would be used
+    Devices(DevicesArgs),
+    /// What a model file holds: architecture, sizes, tensors, tokenizer, and what is not supported
+    Inspect(InspectArgs),
+    /// Layers and bytes of every stage, before anything is loaded
+    Plan(PlanArgs),
+    /// How well a model predicts a text: negative log-likelihood and perplexity
+    Perplexity(PerplexityArgs),
+    /// How fast a model runs: prompt and answer tokens per second at several depths
+    Bench(BenchArgs),
+}
+
+/// One answer.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    pub prompt: PromptArgs,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub pipeline: PipelineArgs,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub output: OutputArgs,
+    /// Print less: neither notes nor the closing table (stderr)
+    #[arg(short, long, help_heading = "Output")]
+    pub quiet: bool,
+    /// With --json: add each token's log-probability and those of the N likeliest (0 to 64)
+    #[arg(long, value_name = "N", help_heading = "Output")]
+    pub logprobs: Option<u32>,
+}
+
+/// Where the prompt is from, and how it is put to the model.
+#[derive(Debug, Args)]
+pub struct PromptArgs {
+    /// The prompt, taken verbatim. A first word that is a verb is the verb: write `-- devices` or `--prompt devices`
+    #[arg(value_name = "PROMPT", help_heading = "Prompt")]
+    pub words: Option<String>,
+    /// The prompt, as an option
+    #[arg(short, long, value_name = "TEXT", allow_hyphen_values = true, help_heading = "Prompt")]
+    pub prompt: Option<String>,
+    /// Read the prompt from a file (UTF-8, nothing trimmed). Without any prompt it is read from stdin, when piped
+    #[arg(short = 'f', long, value_name = "FILE", help_heading = "Prompt")]
+    pub prompt_file: Option<PathBuf>,
+    /// Continue the prompt as plain text, without a chat template
+    #[arg(long, help_heading = "Prompt", conflicts_with_all = ["system", "chat_template", "template_arg"])]
+    pub raw: bool,
+    /// System message (default: whatever the model's own template says)
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, help_heading = "Prompt")]
+    pub system: Option<String>,
+    /// Jinja chat template to use instead of the model's own
+    #[arg(long, value_name = "FILE", help_heading = "Prompt")]
+    pub chat_template: Option<PathBuf>,
+    /// Variable for the chat template, such as enable_thinking=false (JSON, else text; repeatable)
+    #[arg(long, value_name = "KEY=VALUE", help_heading = "Prompt")]
+    pub template_arg: Vec<String>,
+}
+
+/// Which model.
+#[derive(Debug, Args)]
+pub struct ModelArgs {
+    /// A .gguf file, a Hugging Face folder, or a name in the models folder (default: $PP_MODEL, else the demo model)
+    #[arg(short, long, value_name = "PATH|NAME", help_heading = "Model")]
+    pub model: Option<String>,
+}
+
+/// How the model is cut and on what it runs.
+#[derive(Debug, Default, Args)]
+pub struct PipelineArgs {
+    /// Number of stages (default: as many as --split names, else 1)
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = stages, help_heading = "Pipeline")]
+    pub stages: Option<usize>,
+    /// Layers per stage: exact counts (9,8,8,8), ratios (9:8:8:8), or auto, by bytes [default: auto]
+    #[arg(long, value_name = "SPLIT", allow_hyphen_values = true, help_heading = "Pipeline")]
+    pub split: Option<String>,
+    /// Adapter of each stage, by index, PCI id or part of the name, comma-separated; fewer than stages repeat in turn
+    /// (default: every hardware adapter; a software one only when named or when there is nothing else).
+    #[arg(
+        long,
+        value_name = "SEL[,SEL…]",
+        value_delimiter = ',',
+        help_heading = "Pipeline",
+        long_help = "Adapter of each stage, by index, PCI id or part of the name (see `pp-run devices`), \
+                     comma-separated; fewer than stages repeat in turn. Default: every hardware adapter; a software \
+                     one only when named or when there is nothing else. `reference` computes on the processor with \
+                     plain loops and no driver at all: exact, and very slow"
+    )]
+    pub device: Vec<String>,
+    /// Positions of the context, in tokens (default: the model's maximum, or what fits the device memory)
+    #[arg(short, long, value_name = "TOKENS", help_heading = "Pipeline")]
+    pub ctx: Option<usize>,
+    /// Precision of activations that meet quantised weights: f32 is the exact mode, q8 (8 bits) the fast one; auto is
+    /// q8 where weights are quantised
+    #[arg(
+        long,
+        value_enum,
+        default_value_t,
+        value_name = "TYPE",
+        help_heading = "Pipeline",
+        hide_possible_values = false
+    )]
+    pub activations: ActivationsArg,
+    /// Precision of cached keys and values: auto is f16, and f32 in the exact mode
+    #[arg(long, value_enum, default_value_t, value_name = "TYPE", help_heading = "Pipeline")]
+    pub kv: KvArg,
+    /// Shapes of the kernels: for graphics cards or for software drivers; auto is by adapter
+    #[arg(long, value_enum, default_value_t, value_name = "PROFILE", help_heading = "Pipeline")]
+    pub profile: ProfileArg,
+    /// Most tokens of a prompt that pass through the pipeline at once (default: the profile's, 512 or 128)
+    #[arg(long, value_name = "TOKENS", help_heading = "Pipeline")]
+    pub chunk: Option<usize>,
+}
+
+/// How tokens are chosen.
+#[derive(Debug, Default, Args)]
+pub struct SamplingArgs {
+    /// Most tokens of the answer
+    #[arg(short = 'n', long, value_name = "TOKENS", default_value_t = 512, help_heading = "Answer")]
+    pub max_tokens: usize,
+    /// Text that ends the answer, and is not part of it (repeatable)
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, help_heading = "Answer")]
+    pub stop: Vec<String>,
+    /// Randomness: 0 always takes the likeliest token (default: the model's own, else 0)
+    #[arg(short, long, value_name = "T", allow_negative_numbers = true, help_heading = "Answer")]
+    pub temperature: Option<f32>,
+    /// Choose among the K likeliest tokens only; 0 is all (default: the model's own, else 0)
+    #[arg(long, value_name = "K", help_heading = "Answer")]
+    pub top_k: Option<u32>,
+    /// Choose among the likeliest tokens that together reach probability P (default: the model's own, else 1)
+    #[arg(long, value_name = "P", allow_negative_numbers = true, help_heading = "Answer")]
+    pub top_p: Option<f32>,
+    /// Drop tokens less likely than P times the likeliest (default: the model's own, else 0)
+    #[arg(long, value_name = "P", allow_negative_numbers = true, help_heading = "Answer")]
+    pub min_p: Option<f32>,
+    /// Divide the logits of tokens already seen; 1 does nothing [default: 1]
+    #[arg(long, value_name = "R", allow_negative_numbers = true, help_heading = "Answer")]
+    pub repeat_penalty: Option<f32>,
+    /// Subtract once from the logits of tokens already answered [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Answer")]
+    pub presence_penalty: Option<f32>,
+    /// Subtract from the logits of tokens already answered, for each time [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Answer")]
+    pub frequency_penalty: Option<f32>,
+    /// Start of the random numbers: the same seed gives the same answer (default: from the clock)
+    #[arg(short, long, value_name = "N", help_heading = "Answer")]
+    pub seed: Option<u64>,
+}
+
+/// How results are printed.
+#[derive(Debug, Default, Args)]
+pub struct OutputArgs {
+    /// Print one JSON object on one line to stdout, and nothing else there
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+}
+
+/// `devices`
+#[derive(Debug, Args)]
+pub struct DevicesArgs {
+    /// Skip the self-test of the kernels
+    #[arg(long)]
+    pub no_selftest: bool,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `inspect`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pp-run inspect SmolLM2-135M-Instruct.Q4_1\n  pp-run inspect ./Llama-3.2-1B --json"
+)]
+pub struct InspectArgs {
+    /// A .gguf file, a Hugging Face folder, or a name in the models folder
+    #[arg(value_name = "MODEL")]
+    pub model: Option<String>,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `plan`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pp-run plan -m qwen.gguf --stages 2\n  pp-run plan -m qwen.gguf --split 9,8,8,8 --ctx 4096"
+)]
+pub struct PlanArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub pipeline: PipelineArgs,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `perplexity`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Example:\n  pp-run perplexity -m qwen.gguf --text-file book.txt --tokens 2048 --activations f32"
+)]
+pub struct PerplexityArgs {
+    /// The text (UTF-8, taken verbatim)
+    #[arg(short = 'f', long, value_name = "FILE")]
+    pub text_file: PathBuf,
+    /// Score the first N tokens only
+    #[arg(long, value_name = "N")]
+    pub tokens: Option<usize>,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub pipeline: PipelineArgs,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `bench`
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  pp-run bench -m qwen.gguf --prompt-tokens 128 --gen-tokens 32 --depths 0,512,2048")]
+pub struct BenchArgs {
+    /// Tokens of the prompt whose speed is measured
+    #[arg(long, value_name = "TOKENS", default_value_t = 128)]
+    pub prompt_tokens: usize,
+    /// Tokens of the answer whose speed is measured
+    #[arg(long, value_name = "TOKENS", default_value_t = 32)]
+    pub gen_tokens: usize,
+    /// Tokens that are in the context before, comma-separated; one measurement each
+    #[arg(long, value_name = "TOKENS,…", value_delimiter = ',', default_value = "0")]
+    pub depths: Vec<usize>,
+    /// Measured repetitions, after one that is not counted
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    pub reps: usize,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub pipeline: PipelineArgs,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `--activations`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum ActivationsArg {
+    #[default]
+    Auto,
+    F32,
+    Q8,
+}
+
+/// `--kv`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum KvArg {
+    #[default]
+    Auto,
+    F32,
+    F16,
+}
+
+/// `--profile`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum ProfileArg {
+    #[default]
+    Auto,
+    Card,
+    Software,
+}
+
+fn stages(text: &str) -> Result<usize, String> {
+    match text.parse::<i64>() {
+        Ok(count @ 1..) => Ok(count as usize),
+        Ok(_) => Err("a pipeline has at least one stage".to_owned()),
+        Err(_) => Err("expected a whole number of stages".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

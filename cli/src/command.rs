@@ -1,0 +1,92 @@
+//! What each verb does.
+
+mod bench;
+mod devices;
+mod inspect;
+mod perplexity;
+mod plan;
+mod run;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::Result;
+use pp_engine::checkpoint::Checkpoint;
+use pp_engine::head::Head;
+use pp_engine::pipeline::{Pipeline, PipelineError};
+
+use crate::args::{Cli, ModelArgs, Verb};
+use crate::models::Places;
+use crate::output::Out;
+use crate::output::progress::Loading;
+use crate::plan::Plan;
+use crate::report::{Widened, layer_range};
+use crate::{cancel, errors};
+
+/// Does what was asked.
+///
+/// # Errors
+/// [`errors::exit_of`] says what they mean.
+pub fn run(cli: Cli) -> Result<ExitCode> {
+    match cli.verb {
+        None => run::run(&cli.run),
+        Some(Verb::Devices(args)) => devices::run(&args),
+        Some(Verb::Inspect(args)) => inspect::run(&args),
+        Some(Verb::Plan(args)) => plan::run(&args),
+        Some(Verb::Perplexity(args)) => perplexity::run(&args),
+        Some(Verb::Bench(args)) => bench::run(&args),
+    }
+}
+
+fn open(args: &ModelArgs) -> Result<Arc<Checkpoint>> {
+    let path = Places::from_env().find(args.model.as_deref())?;
+    Ok(Arc::new(Checkpoint::open(&path)?))
+}
+
+/// Loads a plan's stages, with a bar each. Returns the seconds it took.
+fn load(plan: &Plan, out: &Out) -> Result<(Head, f64)> {
+    let started = std::time::Instant::now();
+    if let Some(note) = plan.context_note() {
+        out.note(&note);
+    }
+    let stages = plan.layouts.iter().zip(&plan.devices).map(|(layout, device)| {
+        let layers = (layout.spec.layers.start, layout.spec.layers.end);
+        let name = format!("stage {}  layers {}  {}", layout.spec.index, layer_range(layers), device.name());
+        (name, layout.file_bytes())
+    });
+    let mut loading = Loading::new(out, stages.collect());
+    let mut progress =
+        |stage, at: pp_engine::weights::LoadProgress| loading.update(stage, at.read_bytes, at.total_bytes);
+    let opened =
+        Pipeline::open(&plan.checkpoint, &plan.specs, plan.options, &plan.devices, &mut progress, cancel::flag());
+    let pipeline = match opened {
+        Ok(pipeline) => pipeline,
+        Err(error) => {
+            loading.abandon();
+            return Err(match error {
+                PipelineError::Cancelled => errors::cancelled(),
+                error => error.into(),
+            });
+        }
+    };
+    loading.finish();
+    for report in pipeline.reports() {
+        for widened in Widened::of(&report.widened) {
+            out.note(&format!("stage {}: {}", report.spec.index, widened.text()));
+        }
+    }
+    Ok((Head::new(pipeline), started.elapsed().as_secs_f64()))
+}
+
+/// As `--activations` and `--kv` spell them.
+fn precision(plan: &Plan) -> (&'static str, &'static str) {
+    let activations = match plan.options.activations {
+        pp_engine::Act::F32 => "f32",
+        pp_engine::Act::Q8 => "q8",
+    };
+    let kv = match plan.options.kv {
+        pp_engine::KvType::F32 => "f32",
+        pp_engine::KvType::F16 => "f16",
+    };
+    (activations, kv)
+}

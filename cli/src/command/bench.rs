@@ -1,0 +1,233 @@
+//! How fast a model runs.
+//!
+//! A repetition at depth d is one request: a prompt of d + prompt tokens, of which those after position d are timed,
+//! then the answer, greedy and not ended by the model. Ids are made up; what they are does not change the work.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::Result;
+use pp_engine::head::{FinishReason, Head, Progress, Request};
+use pp_engine::pipeline::Device;
+use pp_engine::sampler::Sampling;
+use pp_engine::tokenizer::Tokenizer;
+use serde::Serialize;
+
+use crate::args::BenchArgs;
+use crate::errors::{cancelled, usage};
+use crate::output::{Out, Report, table};
+use crate::plan::{self, Plan};
+use crate::report::{Spread, StageRow, stage_table};
+use crate::{cancel, report};
+
+/// Measures and tells.
+pub fn run(args: &BenchArgs) -> Result<ExitCode> {
+    let out = Out::new(args.output.json, false);
+    for (name, value) in
+        [("--prompt-tokens", args.prompt_tokens), ("--gen-tokens", args.gen_tokens), ("--reps", args.reps)]
+    {
+        if value == 0 {
+            return Err(usage(format!("{name} 0: expected at least 1")));
+        }
+    }
+    let deepest = args.depths.iter().copied().max().unwrap_or(0);
+    let wanted = [args.prompt_tokens, args.gen_tokens, 1].into_iter().fold(deepest, usize::saturating_add);
+    let checkpoint = super::open(&args.model)?;
+    let tokenizer = checkpoint.tokenizer()?;
+    let plan = plan::make(checkpoint, &args.pipeline, Some(wanted))?;
+    if wanted > plan.options.context {
+        return Err(usage(format!(
+            "depth {deepest} + {} + {} tokens do not fit the context of {}",
+            args.prompt_tokens, args.gen_tokens, plan.options.context
+        )));
+    }
+    let (mut head, load_seconds) = super::load(&plan, &out)?;
+    let started = Instant::now();
+    let mut depths = Vec::new();
+    for depth in &args.depths {
+        out.note(&format!("depth {depth}: 1 warm-up and {} repetitions", args.reps));
+        let bench = Bench { plan: &plan, tokenizer: &tokenizer, depth: *depth, args };
+        depths.push(bench.measure(&mut head)?);
+    }
+    let seconds = started.elapsed().as_secs_f64();
+    let report = BenchReport::new(&plan, args, depths, load_seconds, seconds, report::stages(head.pipeline()));
+    drop(head);
+    out.result(&BenchReport { roofline: roofline(&plan.devices), ..report })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What a device could do at most: its measured copy bandwidth and int8-dot rate, and each kernel's share of them.
+///
+/// Not measured yet.
+fn roofline(_devices: &[Device]) -> Option<Roofline> {
+    None
+}
+
+/// The measured limits of a device.
+#[derive(Debug, Serialize)]
+struct Roofline {}
+
+struct Bench<'a> {
+    plan: &'a Plan,
+    tokenizer: &'a Tokenizer,
+    depth: usize,
+    args: &'a BenchArgs,
+}
+
+/// One repetition.
+struct Run {
+    prefill_rate: f64,
+    decode_rate: f64,
+    first_token_seconds: f64,
+}
+
+impl Bench<'_> {
+    fn measure(&self, head: &mut Head) -> Result<Depth> {
+        self.once(head)?;
+        let runs = (0..self.args.reps).map(|_| self.once(head)).collect::<Result<Vec<Run>>>()?;
+        let spread = |value: fn(&Run) -> f64| Spread::of(runs.iter().map(value)).expect("there are repetitions");
+        Ok(Depth {
+            depth: self.depth,
+            prefill_from: self.timed_from(),
+            prefill_tokens_per_s: spread(|run| run.prefill_rate),
+            decode_tokens_per_s: spread(|run| run.decode_rate),
+            first_token_seconds: spread(|run| run.first_token_seconds),
+            time_per_token_seconds: spread(|run| 1.0 / run.decode_rate),
+        })
+    }
+
+    /// Where the timed part of the prompt begins: the last boundary of chunks up to the depth.
+    fn timed_from(&self) -> usize {
+        self.depth / self.plan.options.chunk * self.plan.options.chunk
+    }
+
+    fn once(&self, head: &mut Head) -> Result<Run> {
+        let vocab = self.plan.checkpoint.config.vocab as u64;
+        let (total, from) = (self.depth + self.args.prompt_tokens, self.timed_from());
+        let request = Request {
+            // Multiples of a prime: no id repeats soon.
+            prompt: (0..total as u64).map(|i| ((i * 7919 + 13) % vocab) as u32).collect(),
+            // The first token belongs to the prompt's time.
+            max_tokens: self.args.gen_tokens + 1,
+            sampling: Sampling::default(),
+            stop: Vec::new(),
+            stop_at_eos: false,
+            chunk: self.plan.options.chunk,
+        };
+        let (mut begin, mut end) = (Instant::now(), Instant::now());
+        let answer = head.generate(&request, self.tokenizer, cancel::flag(), &mut |progress| match progress {
+            Progress::Prefill { done, .. } if done <= from => begin = Instant::now(),
+            Progress::Prefill { done, total } if done == total => end = Instant::now(),
+            _ => {}
+        })?;
+        if answer.finish_reason == FinishReason::Cancelled {
+            return Err(cancelled());
+        }
+        Ok(Run {
+            prefill_rate: (total - from) as f64 / (end - begin).as_secs_f64(),
+            decode_rate: self.args.gen_tokens as f64 / answer.timings.decode_seconds,
+            first_token_seconds: answer.timings.first_token_seconds,
+        })
+    }
+}
+
+/// Measurements at one depth.
+#[derive(Clone, Debug, Serialize)]
+struct Depth {
+    depth: usize,
+    /// Position that the timed part of the prompt begins at: the depth, rounded down to a chunk.
+    prefill_from: usize,
+    prefill_tokens_per_s: Spread,
+    decode_tokens_per_s: Spread,
+    first_token_seconds: Spread,
+    time_per_token_seconds: Spread,
+}
+
+#[derive(Debug, Serialize)]
+struct BenchReport {
+    model: String,
+    prompt_tokens: usize,
+    gen_tokens: usize,
+    reps: usize,
+    activations: &'static str,
+    kv: &'static str,
+    split: Vec<usize>,
+    chunk: usize,
+    context: usize,
+    load_seconds: f64,
+    /// Of the first depth.
+    prefill_tokens_per_s: Spread,
+    decode_tokens_per_s: Spread,
+    first_token_seconds: Spread,
+    time_per_token_seconds: Spread,
+    depths: Vec<Depth>,
+    /// Seconds of all repetitions, which the stages' busy time is a share of.
+    seconds: f64,
+    stages: Vec<StageRow>,
+    roofline: Option<Roofline>,
+}
+
+impl BenchReport {
+    fn new(
+        plan: &Plan,
+        args: &BenchArgs,
+        depths: Vec<Depth>,
+        load_seconds: f64,
+        seconds: f64,
+        stages: Vec<StageRow>,
+    ) -> BenchReport {
+        let (activations, kv) = super::precision(plan);
+        let first = depths.first().expect("at least one depth is measured").clone();
+        BenchReport {
+            model: plan.checkpoint.path.display().to_string(),
+            prompt_tokens: args.prompt_tokens,
+            gen_tokens: args.gen_tokens,
+            reps: args.reps,
+            activations,
+            kv,
+            split: plan.counts.clone(),
+            chunk: plan.options.chunk,
+            context: plan.options.context,
+            load_seconds,
+            prefill_tokens_per_s: first.prefill_tokens_per_s,
+            decode_tokens_per_s: first.decode_tokens_per_s,
+            first_token_seconds: first.first_token_seconds,
+            time_per_token_seconds: first.time_per_token_seconds,
+            depths,
+            seconds,
+            stages,
+            roofline: None,
+        }
+    }
+}
+
+impl Report for BenchReport {
+    fn text(&self) -> String {
+        let spread =
+            |s: &Spread, scale: f64| format!("{:.1} ({:.1}-{:.1})", s.median * scale, s.min * scale, s.max * scale);
+        let rows: Vec<Vec<String>> = self
+            .depths
+            .iter()
+            .map(|depth| {
+                vec![
+                    depth.depth.to_string(),
+                    spread(&depth.prefill_tokens_per_s, 1.0),
+                    spread(&depth.decode_tokens_per_s, 1.0),
+                    spread(&depth.first_token_seconds, 1e3),
+                    spread(&depth.time_per_token_seconds, 1e3),
+                ]
+            })
+            .collect();
+        format!(
+            "{}\nprompt {} tokens, answer {} tokens, {} repetitions: median (min-max)   activations {}   KV {}\n\n{}\n\n{}",
+            self.model,
+            self.prompt_tokens,
+            self.gen_tokens,
+            self.reps,
+            self.activations,
+            self.kv,
+            table(0, &["depth", "prefill tokens/s", "decode tokens/s", "first token ms", "per token ms"], &rows),
+            stage_table(&self.stages, self.seconds)
+        )
+    }
+}

@@ -1,0 +1,128 @@
+//! Where models are looked for.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+
+use crate::errors;
+
+/// File name of the model that `scripts/demo.sh` fetches.
+pub const DEMO: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
+
+/// The parts of the environment that say where models are.
+#[derive(Clone, Debug, Default)]
+pub struct Places {
+    /// `$PP_MODEL`
+    pub model: Option<String>,
+    /// The models folder, if there can be one.
+    pub folder: Option<PathBuf>,
+}
+
+impl Places {
+    /// As the environment says.
+    pub fn from_env() -> Places {
+        let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+        let model = var("PP_MODEL").map(|value| value.to_string_lossy().into_owned());
+        let data = || {
+            let home = || var("HOME").map(|home| PathBuf::from(home).join(".local/share"));
+            var("XDG_DATA_HOME").map(PathBuf::from).or_else(home).map(|data| data.join("pp-run/models"))
+        };
+        Places { model, folder: var("PP_MODELS").map(PathBuf::from).or_else(data) }
+    }
+
+    /// The path of the model called `name`: an existing path, else a name in the models folder. Without a name:
+    /// `$PP_MODEL`, else the demo model if it is there.
+    ///
+    /// # Errors
+    /// When there is no such model; says what there is and how to get one.
+    pub fn find(&self, name: Option<&str>) -> Result<PathBuf> {
+        if let Some(name) = name.or(self.model.as_deref()) {
+            return self.named(name).ok_or_else(|| {
+                let path =
+                    if name.contains('/') || name.ends_with(".gguf") { "no such file or folder, and " } else { "" };
+                errors::model(format!("model `{name}`: {path}no model of that name\n{}", self.what_there_is()))
+            });
+        }
+        let demo = self.folder.as_ref().map(|folder| folder.join(DEMO)).filter(|path| path.is_file());
+        demo.ok_or_else(|| errors::usage(format!("no model was given with -m\n{}", self.what_there_is())))
+    }
+
+    fn named(&self, name: &str) -> Option<PathBuf> {
+        let path = PathBuf::from(name);
+        if name.is_empty() || path.exists() {
+            return Some(path).filter(|_| !name.is_empty());
+        }
+        let folder = self.folder.as_ref()?;
+        [folder.join(name), folder.join(format!("{name}.gguf"))].into_iter().find(|path| path.exists())
+    }
+
+    fn what_there_is(&self) -> String {
+        let Some(folder) = &self.folder else {
+            return "there is no models folder (set PP_MODELS or HOME); the demo model comes with scripts/demo.sh"
+                .to_owned();
+        };
+        let names = models_in(folder);
+        let found = if names.is_empty() { "holds no model".to_owned() } else { format!("holds {}", names.join(", ")) };
+        format!("the models folder {} {found}; scripts/demo.sh fetches the demo model", folder.display())
+    }
+}
+
+/// GGUF files and folders with a config.json.
+fn models_in(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries
+        .filter(|entry| {
+            let path = entry.path();
+            path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf")) || path.join("config.json").is_file()
+        })
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder() -> (tempfile::TempDir, Places) {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("one.gguf"), "x").unwrap();
+        std::fs::create_dir(dir.path().join("two")).unwrap();
+        std::fs::write(dir.path().join("two/config.json"), "{}").unwrap();
+        std::fs::write(dir.path().join("notes.txt"), "x").unwrap();
+        let places = Places { model: None, folder: Some(dir.path().to_owned()) };
+        (dir, places)
+    }
+
+    #[test]
+    fn a_name_is_a_file_a_gguf_or_a_folder_of_the_models_folder() {
+        let (dir, places) = folder();
+        for (name, found) in [("one", "one.gguf"), ("one.gguf", "one.gguf"), ("two", "two")] {
+            assert_eq!(places.find(Some(name)).unwrap(), dir.path().join(found));
+        }
+        let path = dir.path().join("one.gguf");
+        assert_eq!(places.find(path.to_str()).unwrap(), path, "a path is taken as it is");
+    }
+
+    #[test]
+    fn an_unknown_name_lists_what_there_is() {
+        let (_dir, places) = folder();
+        let message = places.find(Some("three")).unwrap_err().to_string();
+        assert!(message.contains("`three`"), "{message}");
+        assert!(message.contains("holds one.gguf, two;"), "{message}");
+        assert!(message.contains("scripts/demo.sh"), "{message}");
+    }
+
+    #[test]
+    fn without_a_name_it_is_the_environments_then_the_demo() {
+        let (dir, mut places) = folder();
+        let message = places.find(None).unwrap_err().to_string();
+        assert!(message.contains("-m") && message.contains("scripts/demo.sh"), "{message}");
+        std::fs::write(dir.path().join(DEMO), "x").unwrap();
+        assert_eq!(places.find(None).unwrap(), dir.path().join(DEMO));
+        places.model = Some("one".into());
+        assert_eq!(places.find(None).unwrap(), dir.path().join("one.gguf"));
+        assert!(Places::default().find(None).unwrap_err().to_string().contains("PP_MODELS"));
+    }
+}

@@ -1,0 +1,203 @@
+//! From a model and the typed options to a pipeline that fits: devices, layers, context and layouts.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use pp_engine::Profile;
+use pp_engine::backend::gpu::adapter::Adapter;
+use pp_engine::checkpoint::Checkpoint;
+use pp_engine::layout::{LayoutError, StageLayout, StageOptions, StageSpec};
+use pp_engine::pipeline::Device;
+use pp_engine::split::Costs;
+
+use crate::args::PipelineArgs;
+use crate::memory::{self, Need, Pool, Situation};
+use crate::{errors, settings};
+
+/// A context is lowered to what fits in steps of this many tokens, …
+const CONTEXT_STEP: usize = 256;
+/// … but not below this.
+const CONTEXT_MIN: usize = 512;
+/// `--device` of the twins.
+const REFERENCE: &str = "reference";
+
+/// A pipeline that is not loaded yet.
+pub struct Plan {
+    /// The model.
+    pub checkpoint: Arc<Checkpoint>,
+    /// Layers of each stage.
+    pub counts: Vec<usize>,
+    /// The stages.
+    pub specs: Vec<StageSpec>,
+    /// The device of each.
+    pub devices: Vec<Device>,
+    /// What each will hold.
+    pub layouts: Vec<StageLayout>,
+    /// What they share.
+    pub options: StageOptions,
+    /// Whether the context is smaller than the model's because no more fits.
+    pub lowered: bool,
+    /// The memories.
+    pub pools: Vec<Pool>,
+}
+
+/// Lays out the pipeline that `args` ask for. Where no context was typed it is `wanted`, else as much of the model's
+/// own as fits.
+///
+/// # Errors
+/// When options and model do not agree, or nothing fits.
+pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Option<usize>) -> Result<Plan> {
+    // What the model cannot do comes before what the machine cannot.
+    pp_engine::arch::find(&checkpoint.config.arch).map_err(LayoutError::from)?;
+    let costs = settings::costs(&checkpoint);
+    let counts = settings::counts(args, &costs)?;
+    let (activations, kv) = settings::precision(args.activations, args.kv, settings::is_quantised(&checkpoint))?;
+    let max = checkpoint.config.context;
+    let typed = settings::context(args.ctx, max)?;
+    settings::chunk(args.chunk, 1)?;
+    let devices = devices(args, counts.len())?;
+    let chunk = settings::chunk(args.chunk, devices.iter().map(|d| d.profile().chunk).min().unwrap_or(1))?;
+    let pools = memory::pools(&devices);
+    let asked = typed.or(wanted.map(|tokens| tokens.clamp(1, max)));
+    let options = StageOptions { activations, kv, context: asked.unwrap_or(max), sequences: 1, chunk };
+    fit(checkpoint, counts, devices, pools, options, asked.is_some(), &costs)
+}
+
+/// Lays the stages out; a context that nobody asked for is lowered to what fits.
+fn fit(
+    checkpoint: Arc<Checkpoint>,
+    counts: Vec<usize>,
+    devices: Vec<Device>,
+    pools: Vec<Pool>,
+    options: StageOptions,
+    asked: bool,
+    costs: &Costs,
+) -> Result<Plan> {
+    let specs = StageSpec::pipeline(&counts);
+    let options_at = |context| StageOptions { context, ..options };
+    let layouts_at = |context| layouts(&checkpoint, &specs, options_at(context), &devices);
+    let fits = |context| match layouts_at(context) {
+        Ok(layouts) => Ok(memory::shortage(&pools, &needs(&layouts)).is_none()),
+        Err(LayoutError::KvBinding { .. } | LayoutError::Binding { .. }) => Ok(false),
+        Err(other) => Err(other),
+    };
+    let mut context = options.context;
+    if !fits(context)? {
+        let smaller = largest(CONTEXT_MIN, context, CONTEXT_STEP, &fits)?;
+        match smaller {
+            Some(smaller) if !asked => context = smaller,
+            _ => {
+                let at = if asked { context } else { CONTEXT_MIN.min(context) };
+                let layouts = layouts_at(at)?;
+                let needs = needs(&layouts);
+                if let Some(pool) = memory::shortage(&pools, &needs) {
+                    let parameters = checkpoint.tensors().map(|tensor| tensor.elements() as u64).sum();
+                    let situation = Situation {
+                        pools: &pools,
+                        needs: &needs,
+                        counts: &counts,
+                        costs,
+                        parameters,
+                        context: at,
+                        context_that_fits: smaller,
+                    };
+                    return Err(errors::device(situation.explain(pool)));
+                }
+                context = at;
+            }
+        }
+    }
+    let layouts = layouts_at(context)?;
+    let lowered = !asked && context < options.context;
+    let options = options_at(context);
+    Ok(Plan { specs, devices, layouts, options, lowered, pools, counts, checkpoint })
+}
+
+/// The largest multiple of `step` in `min .. max` for which `fits`, which is monotone.
+fn largest<E>(
+    min: usize,
+    max: usize,
+    step: usize,
+    fits: &impl Fn(usize) -> Result<bool, E>,
+) -> Result<Option<usize>, E> {
+    let (mut low, mut high) = (min.div_ceil(step), max.div_ceil(step));
+    if low >= high || !fits(low * step)? {
+        return Ok(None);
+    }
+    // `low` fits, `high` does not.
+    while high - low > 1 {
+        let middle = low.midpoint(high);
+        if fits(middle * step)? {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    Ok(Some(low * step))
+}
+
+fn layouts(
+    checkpoint: &Checkpoint,
+    specs: &[StageSpec],
+    options: StageOptions,
+    devices: &[Device],
+) -> Result<Vec<StageLayout>, LayoutError> {
+    let stages = specs.iter().zip(devices);
+    stages
+        .map(|(spec, device)| StageLayout::new(checkpoint, spec.clone(), options, device.profile(), device.limits()))
+        .collect()
+}
+
+fn needs(layouts: &[StageLayout]) -> Vec<Need> {
+    let need = |layout: &StageLayout| Need {
+        weights: layout.weight_bytes(),
+        kv: layout.kv_bytes(),
+        work: layout.work_bytes(),
+    };
+    layouts.iter().map(need).collect()
+}
+
+fn devices(args: &PipelineArgs, stages: usize) -> Result<Vec<Device>> {
+    let forced = settings::profile(args.profile);
+    let checked = checked();
+    let gpu = |adapter: Adapter| Device::Gpu { profile: forced.unwrap_or(adapter.profile()), adapter, checked };
+    let twins = || Device::Reference { profile: forced.unwrap_or(Profile::SOFTWARE) };
+    if args.device.is_empty() {
+        return Ok(Adapter::choose(&Adapter::all(), &[], stages)?.into_iter().map(gpu).collect());
+    }
+    let mut all = None;
+    let mut named = Vec::new();
+    for selector in &args.device {
+        named.push(if selector == REFERENCE {
+            twins()
+        } else {
+            let all = all.get_or_insert_with(Adapter::all);
+            gpu(Adapter::choose(all, std::slice::from_ref(selector), 1)?.remove(0))
+        });
+    }
+    if named.len() > stages {
+        let (given, split) = (named.len(), if stages == 1 { "; give --stages or --split" } else { "" });
+        return Err(errors::usage(format!("--device names {given} devices for {stages} stage(s){split}")));
+    }
+    Ok((0..stages).map(|stage| named[stage % named.len()].clone()).collect())
+}
+
+/// Whether kernels are compiled with bounds checks: always in builds for debugging.
+pub fn checked() -> bool {
+    cfg!(debug_assertions) || std::env::var_os("PP_CHECKED").is_some_and(|value| value == "1")
+}
+
+impl Plan {
+    /// What to say about the context, if anything.
+    pub fn context_note(&self) -> Option<String> {
+        let (context, max) = (self.options.context, self.checkpoint.config.context);
+        self.lowered.then(|| {
+            format!(
+                "context: {context} tokens, as much as fits the memory (the model's maximum is {max}; --ctx sets it)"
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

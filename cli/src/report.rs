@@ -1,0 +1,150 @@
+//! What several results have in common: stages, and spreads of measurements.
+
+use std::sync::atomic::Ordering;
+
+use pp_engine::pipeline::{Pipeline, StageReport};
+use serde::Serialize;
+
+use crate::output::{bytes, table};
+
+/// A format that was widened on loading.
+#[derive(Clone, Debug, Serialize)]
+pub struct Widened {
+    /// In the file.
+    pub from: String,
+    /// On the device.
+    pub to: String,
+    /// How many tensors.
+    pub tensors: usize,
+}
+
+impl Widened {
+    /// Of a layout's list.
+    pub fn of(list: &[(&str, &str, usize)]) -> Vec<Widened> {
+        let one = |(from, to, tensors): &(&str, &str, usize)| Widened {
+            from: (*from).to_owned(),
+            to: (*to).to_owned(),
+            tensors: *tensors,
+        };
+        list.iter().map(one).collect()
+    }
+
+    /// For people.
+    pub fn text(&self) -> String {
+        format!("{} kept as {} (8-bit) for {} tensors", self.from, self.to, self.tensors)
+    }
+}
+
+/// A stage that ran.
+#[derive(Clone, Debug, Serialize)]
+pub struct StageRow {
+    pub index: usize,
+    pub device: String,
+    pub device_id: String,
+    /// First layer and the one after the last.
+    pub layers: (usize, usize),
+    pub layer_count: usize,
+    /// Bytes read from the model's files.
+    pub file_bytes: u64,
+    pub weight_bytes: u64,
+    pub kv_bytes: u64,
+    pub work_bytes: u64,
+    /// Bytes of all buffers on the device.
+    pub device_bytes: u64,
+    pub busy_seconds: f64,
+    pub steps: u64,
+    pub tokens: u64,
+    pub load_seconds: f64,
+    pub widened: Vec<Widened>,
+}
+
+/// The stages of a pipeline, with what they have done so far.
+pub fn stages(pipeline: &Pipeline) -> Vec<StageRow> {
+    let stages = pipeline.reports().iter().zip(pipeline.counters());
+    stages
+        .map(|(report, counters)| StageRow {
+            busy_seconds: counters.busy_ns.load(Ordering::Relaxed) as f64 * 1e-9,
+            steps: counters.steps.load(Ordering::Relaxed),
+            tokens: counters.tokens.load(Ordering::Relaxed),
+            ..row(report)
+        })
+        .collect()
+}
+
+fn row(report: &StageReport) -> StageRow {
+    let layers = &report.spec.layers;
+    StageRow {
+        index: report.spec.index,
+        device: report.device.clone(),
+        device_id: report.device_id.clone(),
+        layers: (layers.start, layers.end),
+        layer_count: layers.len(),
+        file_bytes: report.read_bytes,
+        weight_bytes: report.weight_bytes,
+        kv_bytes: report.kv_bytes,
+        work_bytes: report.work_bytes,
+        device_bytes: report.allocated_bytes,
+        busy_seconds: 0.0,
+        steps: 0,
+        tokens: 0,
+        load_seconds: report.load_seconds,
+        widened: Widened::of(&report.widened),
+    }
+}
+
+/// `0-7`, of a first layer and the one after the last.
+pub fn layer_range(layers: (usize, usize)) -> String {
+    format!("{}-{}", layers.0, layers.1.saturating_sub(1))
+}
+
+/// The stages as a table; `wall_seconds` is what their busy time is a share of.
+pub fn stage_table(stages: &[StageRow], wall_seconds: f64) -> String {
+    let rows: Vec<Vec<String>> = stages
+        .iter()
+        .map(|stage| {
+            let share = if wall_seconds > 0.0 { 100.0 * stage.busy_seconds / wall_seconds } else { 0.0 };
+            vec![
+                stage.index.to_string(),
+                stage.device.clone(),
+                layer_range(stage.layers),
+                bytes(stage.weight_bytes),
+                bytes(stage.kv_bytes),
+                bytes(stage.device_bytes),
+                format!("{:.2} s ({share:.0} %)", stage.busy_seconds),
+            ]
+        })
+        .collect();
+    table(3, &["stage", "device", "layers", "weights", "KV", "in all", "busy"], &rows)
+}
+
+/// Median, smallest and largest of some measurements.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Spread {
+    pub median: f64,
+    pub min: f64,
+    pub max: f64,
+}
+
+impl Spread {
+    /// Of at least one measurement.
+    pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
+        let mut values: Vec<f64> = values.into_iter().collect();
+        values.sort_by(f64::total_cmp);
+        let (min, max) = (*values.first()?, *values.last()?);
+        let middle = values.len() / 2;
+        let median = if values.len() % 2 == 1 { values[middle] } else { values[middle - 1].midpoint(values[middle]) };
+        Some(Spread { median, min, max })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spread_is_median_and_extremes() {
+        assert_eq!(Spread::of([]), None);
+        assert_eq!(Spread::of([3.0, 1.0, 2.0]), Some(Spread { median: 2.0, min: 1.0, max: 3.0 }));
+        assert_eq!(Spread::of([4.0, 1.0]), Some(Spread { median: 2.5, min: 1.0, max: 4.0 }));
+    }
+}

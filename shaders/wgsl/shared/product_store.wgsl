@@ -1,0 +1,17 @@
+// The end of every product: y[token][row] = sum (+ bias[row]) (+ y[token][row]).
+const ADD_BIAS = 1u;
+const ADD_TO_Y = 2u;
+
+fn store(row: u32, token: u32, sum: f32) {
+    if row < p.rows && token < p.tokens {
+        let at = token * p.y_stride + p.y_offset + row;
+        var out = sum;
+        if (p.flags & ADD_BIAS) != 0u {
+            out += bias[row];
+        }
+        if (p.flags & ADD_TO_Y) != 0u {
+            out += y[at];
+        }
+        y[at] = out;
+    }
+}
