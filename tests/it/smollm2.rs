@@ -16,7 +16,7 @@ use pp_engine::pipeline::Device;
 use pp_engine::sampler::Sampling;
 use pp_engine::stage::{Stage, StageOutput};
 use pp_engine::tokenizer::{Encode, Tokenizer};
-use pp_shaders::{Act, KvType, Profile};
+use pp_shaders::{Act, KvType, PAGE, Profile};
 
 use crate::support::{adapter, data, exact, floats, head, ids, json};
 
@@ -214,8 +214,12 @@ fn run_in_chunks(checkpoint: &Checkpoint, split: &[usize], options: StageOptions
     let layers = checkpoint.config.layers;
     let mut kv = Vec::new();
     for stage in &mut stages {
-        let held = stage.layout().spec.layers.clone();
-        held.for_each(|layer| kv.extend(stage.kv_bytes(layer).unwrap()));
+        let held: Vec<usize> = stage.layout().spec.layers.clone().collect();
+        for buffer in held.into_iter().flat_map(|layer| stage.kv_bytes(layer).unwrap()) {
+            // Pages were handed out from the last one on; the free ones hold whatever they held.
+            let page = buffer.len() / options.pages();
+            kv.push(buffer[(options.pages() - start.div_ceil(PAGE)) * page..].to_vec());
+        }
     }
     assert_eq!(kv.len(), 2 * layers, "keys and values of every layer");
     Bits { logits, kv }
