@@ -44,8 +44,10 @@ pub struct Layer {
     pub output: Linear,
     /// [hidden] f32
     pub ffn_norm: BufferId,
-    /// [2 intermediate, hidden]
+    /// [2 intermediate, hidden]: gates, then ups; in turns of 8 where `paired`.
     pub gate_up: Linear,
+    /// How gates and ups stand.
+    pub paired: bool,
     /// [hidden, intermediate]
     pub down: Linear,
     /// Keys and values.
@@ -84,14 +86,13 @@ pub fn find(name: &str) -> Result<&'static Arch, UnknownArch> {
 fn pre_norm_block(ops: &mut Ops<'_>, layer: &Layer) {
     let (d, w) = (ops.dims(), ops.work());
     ops.scope(format!("blk.{}", layer.index));
-    ops.rmsnorm(layer.attn_norm, &layer.qkv, "attn_norm");
-    ops.linear(&layer.qkv, w.qkv, (d.heads + 2 * d.kv_heads) * d.head_dim, false);
+    let a = ops.rmsnorm(layer.attn_norm, &layer.qkv, "attn_norm");
+    ops.linear(&layer.qkv, a, w.qkv, (d.heads + 2 * d.kv_heads) * d.head_dim, false);
     ops.rope_kv(&layer.kv, layer.qk_norms);
-    ops.attention(&layer.kv, &layer.output);
-    ops.linear(&layer.output, w.x, d.hidden, true);
-    ops.rmsnorm(layer.ffn_norm, &layer.gate_up, "ffn_norm");
-    ops.linear(&layer.gate_up, w.gate_up, 2 * d.intermediate, false);
-    ops.swiglu(&layer.down);
-    ops.linear(&layer.down, w.x, d.hidden, true);
+    let a = ops.attention(&layer.kv, &layer.output);
+    ops.linear(&layer.output, a, w.x, d.hidden, true);
+    let a = ops.rmsnorm(layer.ffn_norm, &layer.gate_up, "ffn_norm");
+    let a = ops.gated(&layer.gate_up, a, layer.paired, &layer.down);
+    ops.linear(&layer.down, a, w.x, d.hidden, true);
     ops.scope("");
 }

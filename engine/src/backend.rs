@@ -1,7 +1,10 @@
-//! What runs programs: [`gpu`] on wgpu, [`reference`] on the kernels' twins.
+//! What runs programs: [`gpu`] on wgpu, [`reference`] on the kernels' twins; and what is asked of a device before it is
+//! trusted ([`selftest`]) and before it is judged ([`roofline`]).
 
 pub mod gpu;
 pub mod reference;
+pub mod roofline;
+pub mod selftest;
 
 use pp_shaders::Profile;
 use thiserror::Error;

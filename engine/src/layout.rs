@@ -127,6 +127,8 @@ pub struct MatrixLayout {
     pub rows: usize,
     /// Values of a row.
     pub cols: usize,
+    /// Whether its two parts, gate and up, stand in turns of 8 rows.
+    pub paired: bool,
     /// Row ranges that fit a binding each.
     pub chunks: Vec<Range<usize>>,
 }
@@ -395,6 +397,8 @@ impl StageLayout {
             add("act_f32", 4 * padded * blocks * BLOCK);
             add("act_f32_scales", 8 * padded * blocks);
         }
+        add("gated", 4 * row_blocks(d.intermediate) * BLOCK);
+        add("gated_scales", 8 * row_blocks(d.intermediate));
         add("qkv", 4 * tokens * (d.heads + 2 * d.kv_heads) * d.head_dim);
         add("q", 4 * tokens * heads);
         add("attention", 4 * tokens * heads);
@@ -473,6 +477,14 @@ impl Source<'_> {
             None
         };
         let optional = |what: &str, rows, cols| self.part(&name(what), rows, cols, Bias::Optional);
+        let mut gate_up = self.join(vec![
+            optional("ffn_gate", d.intermediate, d.hidden)?,
+            optional("ffn_up", d.intermediate, d.hidden)?,
+        ])?;
+        // In turns of 8, what belongs together comes out of one workgroup.
+        if let [matrix] = gate_up.as_mut_slice() {
+            matrix.paired = d.intermediate % 8 == 0;
+        }
         Ok(LayerLayout {
             index,
             attn_norm: self.vector(&name("attn_norm.weight"), d.hidden)?,
@@ -480,10 +492,7 @@ impl Source<'_> {
             qk_norms,
             output: self.join(vec![optional("attn_output", d.hidden, d.heads * d.head_dim)?])?,
             ffn_norm: self.vector(&name("ffn_norm.weight"), d.hidden)?,
-            gate_up: self.join(vec![
-                optional("ffn_gate", d.intermediate, d.hidden)?,
-                optional("ffn_up", d.intermediate, d.hidden)?,
-            ])?,
+            gate_up,
             down: self.join(vec![optional("ffn_down", d.hidden, d.intermediate)?])?,
         })
     }
@@ -543,6 +552,6 @@ impl Source<'_> {
             return Err(LayoutError::Binding { tensor: parts[0].tensor.name.clone(), bytes: row, limit: self.limit });
         }
         let chunks = (0..rows).step_by(most).map(|first| first..rows.min(first + most)).collect();
-        Ok(MatrixLayout { parts, format, y_offset, rows, cols, chunks })
+        Ok(MatrixLayout { parts, format, y_offset, rows, cols, paired: false, chunks })
     }
 }

@@ -9,7 +9,7 @@ use crate::backend::{Backend, DeviceError, OpTime, ProgramId, Run};
 use crate::checkpoint::Checkpoint;
 use crate::layout::StageLayout;
 use crate::message::{MessageLimits, Output, Outputs, Step};
-use crate::program::ops::{Bucket, Ops, WorkBuffers};
+use crate::program::ops::{Activations, Bucket, Ops, WorkBuffers};
 use crate::program::{BufferId, Count, Program, Shape};
 use crate::weights::{self, LoadError, LoadProgress, Weights};
 
@@ -71,11 +71,11 @@ impl Stage {
             inv_freq,
             tables: HashMap::new(),
         };
-        for bucket in [Bucket::Few(1), Bucket::Many] {
+        for bucket in [Bucket::of(1, 1), Bucket::of(1, 2), Bucket::Many] {
             stage.body(bucket)?;
         }
         if stage.layout.head.is_some() {
-            stage.head(Bucket::Few(1))?;
+            stage.head(Bucket::of(1, 1))?;
         }
         stage.warm_up()?;
         Ok(stage)
@@ -105,7 +105,7 @@ impl Stage {
     fn warm_up(&mut self) -> Result<(), DeviceError> {
         let nothing = Shape { tokens: 1, outputs: 0, tiles: 0, splits: 1 };
         let page = [0u8; 4];
-        let body = self.body(Bucket::Few(1))?;
+        let body = self.body(Bucket::of(1, 1))?;
         let run = Run { programs: &[(body, nothing)], writes: &[(self.work.pages, &page)], reads: &[], next: &[] };
         self.backend.run(&run)?;
         Ok(())
@@ -134,8 +134,8 @@ impl Stage {
         }
         let mut ops = self.ops(bucket, Count::Outputs);
         if let Some((norm, head)) = &self.weights.head {
-            ops.rmsnorm(*norm, head, "output_norm");
-            ops.linear(head, self.work.logits, self.layout.dims.vocab, false);
+            let a = ops.rmsnorm(*norm, head, "output_norm");
+            ops.linear(head, a, self.work.logits, self.layout.dims.vocab, false);
             ops.top_k();
         }
         let program = ops.finish();
@@ -180,11 +180,11 @@ impl Stage {
                 StageOutput::Hidden(Vec::new())
             });
         }
-        let body = self.body(Bucket::of(step.tokens()))?;
+        let body = self.body(Bucket::of(step.tokens(), inputs.shape.splits))?;
         let mut programs = vec![(body, inputs.shape)];
         let is_last = self.layout.head.is_some();
         if is_last && !step.outputs.is_empty() {
-            programs.push((self.head(Bucket::of(step.outputs.len()))?, inputs.shape));
+            programs.push((self.head(Bucket::of(step.outputs.len(), 1))?, inputs.shape));
         }
         let w = &self.work;
         let mut writes: Vec<(BufferId, &[u8])> = vec![
@@ -231,12 +231,15 @@ impl Stage {
 
     /// After a decode step of one token a sequence the next one will be like it, one position on.
     fn next_decode(&self, step: &Step, programs: &[(ProgramId, Shape)]) -> Vec<(ProgramId, Shape)> {
-        if step.spans.iter().any(|span| span.count != 1) || step.tokens() > crate::program::ops::FEW_TOKENS {
+        if step.spans.iter().any(|span| span.count != 1) {
             return Vec::new();
         }
         let longest = step.spans.iter().map(|span| span.start as usize + 2).max().unwrap_or(1);
         let splits = longest.div_ceil(pp_shaders::SPLIT) as u32;
-        programs.iter().map(|(id, shape)| (*id, Shape { splits, ..*shape })).collect()
+        let Some(body) = self.bodies.get(&Bucket::of(step.tokens(), splits)) else { return Vec::new() };
+        let mut next: Vec<_> = programs.iter().map(|(id, shape)| (*id, Shape { splits, ..*shape })).collect();
+        next[0].0 = *body;
+        next
     }
 
     /// Whole rows of the logits of the previous micro-batch.
@@ -318,9 +321,9 @@ impl Stage {
         let splits = (start + tokens).div_ceil(pp_shaders::SPLIT) as u32;
         let shape =
             Shape { tokens: tokens as u32, outputs: outputs as u32, tiles: (tokens as u32).div_ceil(tile), splits };
-        let mut programs = vec![(self.body(Bucket::of(tokens))?, shape)];
+        let mut programs = vec![(self.body(Bucket::of(tokens, splits))?, shape)];
         if self.layout.head.is_some() && outputs > 0 {
-            programs.push((self.head(Bucket::of(outputs))?, shape));
+            programs.push((self.head(Bucket::of(outputs, 1))?, shape));
         }
         Ok(programs)
     }
@@ -406,8 +409,8 @@ fn work_buffers(layout: &StageLayout, backend: &mut dyn Backend) -> Result<WorkB
     let pair = |words: &str, scales: &str| Some([*made.get(words)?, *made.get(scales)?]);
     Ok(WorkBuffers {
         x: get("x"),
-        act_q8: pair("act_q8", "act_q8_scales"),
-        act_f32: pair("act_f32", "act_f32_scales"),
+        act: Activations { q8: pair("act_q8", "act_q8_scales"), f32: pair("act_f32", "act_f32_scales") },
+        gated: [get("gated"), get("gated_scales")],
         qkv: get("qkv"),
         q: get("q"),
         attention: get("attention"),

@@ -104,6 +104,7 @@ impl Loader<'_> {
             qk_norms: layer.qk_norms.as_ref().map(|[q, k]| self.vector(&name("attn_qk_norm"), &[q, k])).transpose()?,
             output: linear(self, &layer.output)?,
             ffn_norm: self.vector(&name("ffn_norm"), &[&layer.ffn_norm])?,
+            paired: layer.gate_up.iter().all(|matrix| matrix.paired),
             gate_up: linear(self, &layer.gate_up)?,
             down: linear(self, &layer.down)?,
             kv,
@@ -182,12 +183,18 @@ impl Loader<'_> {
 
 /// The rows of a matrix with the part and the part's row that each comes from.
 fn rows_of(layout: &MatrixLayout, first: usize, last: usize) -> impl Iterator<Item = (usize, &Part, usize)> {
-    let mut start = 0;
-    layout.parts.iter().flat_map(move |part| {
-        let begins = start;
-        start += part.tensor.shape[0];
-        let rows = begins.max(first)..start.min(last);
-        rows.map(move |row| (row, part, file_row(row - begins, part.interleaved)))
+    (first..last).map(move |row| {
+        if layout.paired {
+            return (row, &layout.parts[row / 8 % 2], row / 16 * 8 + row % 8);
+        }
+        let mut begins = 0;
+        let part = layout.parts.iter().find(|part| {
+            let here = row < begins + part.tensor.shape[0];
+            begins += if here { 0 } else { part.tensor.shape[0] };
+            here
+        });
+        let part = part.expect("a matrix has the rows of its parts");
+        (row, part, file_row(row - begins, part.interleaved))
     })
 }
 

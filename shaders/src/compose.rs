@@ -12,6 +12,8 @@ const FILES: &[(&str, &str)] = &[
     ("shared/bytes", include_str!("../wgsl/shared/bytes.wgsl")),
     ("shared/words_as_values", include_str!("../wgsl/shared/words_as_values.wgsl")),
     ("shared/attention", include_str!("../wgsl/shared/attention.wgsl")),
+    ("shared/attend", include_str!("../wgsl/shared/attend.wgsl")),
+    ("shared/product_swiglu", include_str!("../wgsl/shared/product_swiglu.wgsl")),
     ("shared/product_store", include_str!("../wgsl/shared/product_store.wgsl")),
     ("load/quad_u32", include_str!("../wgsl/load/quad_u32.wgsl")),
     ("load/quad_u64", include_str!("../wgsl/load/quad_u64.wgsl")),

@@ -32,8 +32,10 @@ params! {
     Embed { tokens: u32, blocks: u32, hidden: u32, first_row: u32, rows: u32 }
     /// `rmsnorm.wgsl`
     RmsNorm { tokens: u32, hidden: u32, blocks: u32, act_lanes: u32, use_rows: u32, eps: f32 }
-    /// `to_act.wgsl` and `swiglu.wgsl`
+    /// `to_act.wgsl`
     ToAct { tokens: u32, width: u32, blocks: u32, act_lanes: u32 }
+    /// `swiglu.wgsl`
+    SwiGlu { tokens: u32, width: u32, blocks: u32, act_lanes: u32, paired: u32 }
     /// The matvec and matmul kernels.
     Matmul { tokens: u32, blocks: u32, rows: u32, y_stride: u32, y_offset: u32, flags: u32 }
     /// `rope_kv.wgsl`
@@ -41,7 +43,7 @@ params! {
         tokens: u32, heads: u32, kv_heads: u32, first_kv: u32, kv_heads_here: u32,
         pairs: u32, use_norms: u32, scale: f32, eps: f32,
     }
-    /// `attn_decode.wgsl`
+    /// `attn_decode.wgsl` and `attn_short.wgsl`
     AttnDecode { tokens: u32, heads: u32, kv_heads: u32, first_kv: u32, kv_heads_here: u32, splits: u32 }
     /// `attn_reduce.wgsl`
     AttnReduce { tokens: u32, heads: u32, splits: u32, blocks: u32, act_lanes: u32 }

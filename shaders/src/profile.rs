@@ -203,6 +203,23 @@ impl Profile {
         }
     }
 
+    /// A matvec of gates and ups for one token that ends in activations of silu(gate) * up, where the profile's
+    /// workgroups make whole blocks of them.
+    pub fn matvec_swiglu(&self, format: Format, act: Act, act_out: Act) -> Option<Product> {
+        if self.segments > 1 || self.matvec_groups * self.matvec_rows != 64 {
+            return None;
+        }
+        let kernel = if act == Act::Q8 { Kernel::MatvecSwiGluQ8 } else { Kernel::MatvecSwiGluF32 };
+        let sizes = [
+            ("GROUPS", self.matvec_groups),
+            ("ROWS", self.matvec_rows),
+            ("COLS", 1),
+            ("SEGMENTS", self.segments),
+            ("INTERLEAVE", self.interleave),
+        ];
+        Some(Product { variant: self.variant(kernel, Some(format), Some(act_out), None, &sizes), rows: 64, tokens: 1 })
+    }
+
     /// A matmul for any number of tokens.
     pub fn matmul(&self, format: Format, act: Act) -> Product {
         if act == Act::Q8 && self.tiled {
@@ -233,15 +250,31 @@ impl Profile {
 
     /// `attn_decode.wgsl` for `group` query heads a kv head, and the heads of a workgroup.
     pub fn attn_decode(&self, kv: KvType, head_dim: u32, group: u32) -> (Variant, u32) {
+        let (sizes, heads) = self.attend_sizes(head_dim, group);
+        (self.variant(Kernel::AttnDecode, None, None, Some(kv), &sizes), heads)
+    }
+
+    /// `attn_short.wgsl` likewise, where the heads of a workgroup make whole blocks of activations.
+    pub fn attn_short(&self, kv: KvType, act: Act, head_dim: u32, group: u32) -> Option<(Variant, u32)> {
+        let (mut sizes, heads) = self.attend_sizes(head_dim, group);
+        sizes.extend([("SEGMENTS", self.segments), ("INTERLEAVE", self.interleave)]);
+        let variant = (heads * head_dim)
+            .is_multiple_of(32)
+            .then(|| self.variant(Kernel::AttnShort, None, Some(act), Some(kv), &sizes));
+        Some((variant?, heads))
+    }
+
+    fn attend_sizes(&self, head_dim: u32, group: u32) -> (Vec<(&'static str, u32)>, u32) {
         let heads = largest_divisor(group, DECODE_HEADS_MAX);
-        let sizes = [
+        let column_heads = if self.column_heads == 0 { heads } else { largest_divisor(heads, self.column_heads) };
+        let sizes = vec![
             ("WORKGROUP", self.decode_threads),
             ("KEY_LANES", self.key_lanes),
             ("HEAD_DIM", head_dim),
             ("HEADS", heads),
-            ("COLUMN_HEADS", if self.column_heads == 0 { heads } else { largest_divisor(heads, self.column_heads) }),
+            ("COLUMN_HEADS", column_heads),
         ];
-        (self.variant(Kernel::AttnDecode, None, None, Some(kv), &sizes), heads)
+        (sizes, heads)
     }
 
     /// `attn_reduce.wgsl`
@@ -273,6 +306,9 @@ impl Profile {
             all.push(self.embed(format));
             for act in [Act::F32, Act::Q8].into_iter().filter(|act| *act == Act::F32 || format.is_quantised()) {
                 all.extend([1, 2, 4, 8].map(|cols| self.matvec(format, act, cols).variant));
+                let gated =
+                    [Act::F32, Act::Q8].into_iter().filter_map(|act_out| self.matvec_swiglu(format, act, act_out));
+                all.extend(gated.map(|product| product.variant));
                 all.push(self.matmul(format, act).variant);
                 all.push(Profile { tiled: false, ..*self }.matmul(format, act).variant);
             }
@@ -283,7 +319,12 @@ impl Profile {
             }
             for kv in [KvType::F32, KvType::F16] {
                 all.extend([self.rope_kv(kv, head_dim), self.attn_prefill(kv, head_dim)]);
-                all.extend([1, 3, 4, 7, 8].map(|group| self.attn_decode(kv, head_dim, group).0));
+                for group in [1, 3, 4, 7, 8] {
+                    all.push(self.attn_decode(kv, head_dim, group).0);
+                    let short =
+                        [Act::F32, Act::Q8].into_iter().filter_map(|act| self.attn_short(kv, act, head_dim, group));
+                    all.extend(short.map(|(variant, _)| variant));
+                }
             }
         }
         all.extend(

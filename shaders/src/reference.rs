@@ -33,8 +33,10 @@ pub fn run(variant: &Variant, params: &[u8], buffers: &[&RefCell<Vec<u32>>]) {
         Kernel::MatvecQ8 | Kernel::MatvecF32 | Kernel::MatmulQ8 | Kernel::MatmulF32 | Kernel::MatmulTileQ8 => {
             matmul::run(&call)
         }
+        Kernel::MatvecSwiGluQ8 | Kernel::MatvecSwiGluF32 => matmul::swiglu(&call),
         Kernel::RopeKv => rope_kv::run(&call),
         Kernel::AttnDecode => attention::decode(&call),
+        Kernel::AttnShort => attention::short(&call),
         Kernel::AttnReduce => attention::reduce(&call),
         Kernel::AttnPrefill => attention::prefill(&call),
         Kernel::TopkChunk => topk::chunk(&call),

@@ -14,11 +14,14 @@ pub enum Kernel {
     SwiGlu,
     MatvecQ8,
     MatvecF32,
+    MatvecSwiGluQ8,
+    MatvecSwiGluF32,
     MatmulQ8,
     MatmulF32,
     MatmulTileQ8,
     RopeKv,
     AttnDecode,
+    AttnShort,
     AttnReduce,
     AttnPrefill,
     TopkChunk,
@@ -93,7 +96,27 @@ pub const KERNELS: &[Entry] = &[
         weights: false,
         act: true,
         kv: false,
-        fields: params::ToAct::fields,
+        fields: params::SwiGlu::fields,
+    },
+    Entry {
+        kernel: Kernel::MatvecSwiGluQ8,
+        name: "matvec_swiglu_q8",
+        source: include_str!("../wgsl/matvec_q8.wgsl"),
+        bindings: &[Read, Read, Read, Write, Write],
+        weights: true,
+        act: true,
+        kv: false,
+        fields: params::Matmul::fields,
+    },
+    Entry {
+        kernel: Kernel::MatvecSwiGluF32,
+        name: "matvec_swiglu_f32",
+        source: include_str!("../wgsl/matvec_f32.wgsl"),
+        bindings: &[Read, Read, Read, Write, Write],
+        weights: true,
+        act: true,
+        kv: false,
+        fields: params::Matmul::fields,
     },
     Entry {
         kernel: Kernel::MatvecQ8,
@@ -162,6 +185,16 @@ pub const KERNELS: &[Entry] = &[
         bindings: &[Read, Read, Read, Read, Read, Write, Write],
         weights: false,
         act: false,
+        kv: true,
+        fields: params::AttnDecode::fields,
+    },
+    Entry {
+        kernel: Kernel::AttnShort,
+        name: "attn_short",
+        source: include_str!("../wgsl/attn_short.wgsl"),
+        bindings: &[Read, Read, Read, Read, Read, Write, Write],
+        weights: false,
+        act: true,
         kv: true,
         fields: params::AttnDecode::fields,
     },
@@ -263,7 +296,12 @@ impl Variant {
 
     /// The WGSL text.
     pub fn source(&self) -> String {
-        let mut choices = vec![("quad", if self.wide { "load/quad_u64" } else { "load/quad_u32" })];
+        let end = match self.kernel {
+            Kernel::MatvecSwiGluQ8 | Kernel::MatvecSwiGluF32 => "shared/product_swiglu",
+            _ => "shared/product_store",
+        };
+        let quad = if self.wide { "load/quad_u64" } else { "load/quad_u32" };
+        let mut choices = vec![("quad", quad), ("product_end", end)];
         if let Some(format) = self.format {
             choices.push(("quant", format.import()));
         }

@@ -6,6 +6,7 @@
 // are walked one after the other and flushed at their ends, so the bits are those of matvec_f32.wgsl.
 #import quant
 #import segments
+#import product_store
 #import chain
 
 struct Params {
@@ -20,8 +21,6 @@ struct Params {
 var<immediate> p: Params;
 @group(0) @binding(3) var<storage, read> x: array<f32>;
 @group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
-@group(0) @binding(5) var<storage, read> bias: array<f32>;
-@group(0) @binding(6) var<storage, read_write> y: array<f32>;
 
 const OUTPUTS = ROWS * COLS;
 const ACT_LANES = LANES * COLS;
@@ -70,8 +69,6 @@ fn main(
     for (var i = 0u; i < OUTPUTS; i++) {
         let row = row0 + i / COLS;
         let token = tile * ACT_LANES + (i % COLS) * LANES + lane;
-        store(row, token, sum[i]);
+        finish(row, token, sum[i]);
     }
 }
-
-#import product_store

@@ -6,6 +6,7 @@
 // after the other and flushed at their ends, so the bits are those of matvec_q8.wgsl.
 #import quant
 #import segments
+#import product_store
 
 struct Params {
     tokens: u32,
@@ -19,8 +20,6 @@ struct Params {
 var<immediate> p: Params;
 @group(0) @binding(3) var<storage, read> x: array<u32>;
 @group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
-@group(0) @binding(5) var<storage, read> bias: array<f32>;
-@group(0) @binding(6) var<storage, read_write> y: array<f32>;
 
 const ACROSS = TILE / SIDE;
 const THREADS = ACROSS * ACROSS;
@@ -85,8 +84,6 @@ fn main(
     for (var i = 0u; i < OUTPUTS; i++) {
         let row = row0 + my_row + (i / SIDE) * ACROSS;
         let token = tile * TILE + my_token + (i % SIDE) * ACROSS;
-        store(row, token, sum[i]);
+        finish(row, token, sum[i]);
     }
 }
-
-#import product_store

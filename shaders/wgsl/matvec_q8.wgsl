@@ -1,4 +1,4 @@
-// y[t][n] = sum over k of W[n][k] * x[t][k] (+ bias[n]) (+ y[t][n]), for few tokens; x as q8.
+// sum over k of W[n][k] * x[t][k] for few tokens, and what product_end makes of it; x as q8.
 //
 // W: [rows, 32 * blocks] of a quantised format; x: q8 activations with act_lanes = 1.
 // SEGMENTS lanes share a row: each walks one segment of K for ROWS rows and COLS tokens at once, neighbouring lanes
@@ -6,6 +6,7 @@
 // A workgroup holds GROUPS such sets of lanes, which take rows in turn. With one segment nothing is shared.
 #import quant
 #import segments
+#import product_end
 
 struct Params {
     tokens: u32,
@@ -19,8 +20,6 @@ struct Params {
 var<immediate> p: Params;
 @group(0) @binding(3) var<storage, read> x: array<Quad>;
 @group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
-@group(0) @binding(5) var<storage, read> bias: array<f32>;
-@group(0) @binding(6) var<storage, read_write> y: array<f32>;
 
 const OUTPUTS = ROWS * COLS;
 var<workgroup> partial: array<f32, select(1u, GROUPS * OUTPUTS * SEGMENTS, SEGMENTS > 1u)>;
@@ -68,8 +67,9 @@ fn main(
     }
     if SEGMENTS == 1u {
         for (var i = 0u; i < OUTPUTS; i++) {
-            store(row0 + i / COLS * GROUPS, token0 + i % COLS, 0.0 + acc[i]);
+            finish(row0 + i / COLS * GROUPS, token0 + i % COLS, 0.0 + acc[i]);
         }
+        finish_workgroup(row0 - group, thread);
         return;
     }
     for (var i = 0u; i < OUTPUTS; i++) {
@@ -81,8 +81,7 @@ fn main(
         for (var s = 0u; s < SEGMENTS; s++) {
             sum += partial[(group * OUTPUTS + i) * SEGMENTS + s];
         }
-        store(row0 + i / COLS * GROUPS, token0 + i % COLS, sum);
+        finish(row0 + i / COLS * GROUPS, token0 + i % COLS, sum);
     }
+    finish_workgroup(row0 - group, thread);
 }
-
-#import product_store

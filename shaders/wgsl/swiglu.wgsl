@@ -1,8 +1,8 @@
 // h = silu(gate) * up, silu(g) = g / (1 + exp(-g)), written as activations for the down projection
 // (Shazeer 2020, arXiv:2002.05202).
 //
-// x: [tokens, 2 * width] f32, gate in the first half of a row, up in the second; width is a multiple of 4.
-// One thread writes one block of 32 values of one token.
+// x: [tokens, 2 * width] f32, width a multiple of 4: gates in the first half of a row and ups in the second, or, where
+// `paired` is 1 and width a multiple of 8, in turns of 8. One thread writes one block of 32 values of one token.
 #import act_store
 
 struct Params {
@@ -10,6 +10,7 @@ struct Params {
     width: u32,
     blocks: u32,
     act_lanes: u32,
+    paired: u32,
 }
 
 var<immediate> p: Params;
@@ -30,8 +31,10 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     for (var i = 0u; i < 8u; i++) {
         let k = block * 8u + i;
         if k < fours {
-            let gate = x[row + k];
-            v[i] = gate / (1.0 + exp(-gate)) * x[row + fours + k];
+            let in_turns = k / 2u * 4u + k % 2u;
+            let at = row + select(k, in_turns, p.paired == 1u);
+            let gate = x[at];
+            v[i] = gate / (1.0 + exp(-gate)) * x[at + select(fours, 2u, p.paired == 1u)];
         }
     }
     act_store(token, block, p.blocks, p.act_lanes, v);

@@ -46,7 +46,9 @@ fn run(backend: &mut dyn Backend, case: &Case) -> Vec<Vec<u32>> {
     let reads: Vec<_> = ids.iter().zip(&case.buffers).map(|(id, words)| (*id, 4 * words.len())).collect();
     let data = backend.run(&Run { programs: &[(program, case.shape)], writes: &writes, reads: &reads, next: &[] });
     let data = data.unwrap_or_else(|e| panic!("{}: {e}", case.name));
-    data.iter().map(|bytes| bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()).collect()
+    data.iter()
+        .map(|bytes| bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+        .collect()
 }
 
 fn bytemuck_bytes(words: &[u32]) -> Vec<u8> {
@@ -98,6 +100,8 @@ fn the_card_profile_agrees_with_the_twins() {
     let mut kernels = check_all(&adapter(), Profile::CARD, true, |_| true);
     let untiled = Profile { tiled: false, ..Profile::CARD };
     kernels.extend(check_all(&adapter(), untiled, true, |case| case.variant.kernel == Kernel::MatmulQ8));
+    let only_software = [Kernel::MatvecSwiGluQ8, Kernel::MatvecSwiGluF32];
+    kernels.extend(check_all(&adapter(), Profile::SOFTWARE, true, |case| only_software.contains(&case.variant.kernel)));
     assert_eq!(kernels.len(), KERNELS.len(), "the cases go through every kernel");
 }
 

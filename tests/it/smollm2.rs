@@ -25,7 +25,8 @@ fn model() -> Arc<Checkpoint> {
     static MODEL: OnceLock<Arc<Checkpoint>> = OnceLock::new();
     let open = || {
         let data_home = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
-        let data_home = data_home.unwrap_or_else(|| PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".local/share"));
+        let data_home = data_home
+            .unwrap_or_else(|| PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".local/share"));
         let models = std::env::var_os("PP_MODELS").map_or(data_home.join("pp-run/models"), PathBuf::from);
         let path = models.join("SmolLM2-135M-Instruct.Q4_1.gguf");
         Arc::new(Checkpoint::open(&path).unwrap_or_else(|e| panic!("{e}; scripts/test.sh fetches it")))
@@ -57,7 +58,12 @@ fn goldens() -> Vec<Golden> {
         .map(|case| Golden {
             prompt: ids(&case["prompt_ids"]),
             nll: case["prompt_nll"].as_f64().unwrap(),
-            top8: case["first_top8"].as_array().unwrap().iter().map(|p| (p[0].as_u64().unwrap() as u32, p[1].as_f64().unwrap())).collect(),
+            top8: case["first_top8"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|p| (p[0].as_u64().unwrap() as u32, p[1].as_f64().unwrap()))
+                .collect(),
             greedy: ids(&case["greedy_ids"]),
             margins: floats(&case["margins"]),
         })
@@ -65,7 +71,14 @@ fn goldens() -> Vec<Golden> {
 }
 
 fn greedy(head: &mut Head, tokenizer: &Tokenizer, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
-    let request = Request { prompt: prompt.to_vec(), max_tokens, sampling: Sampling::default(), stop: Vec::new(), stop_at_eos: true, chunk: 128 };
+    let request = Request {
+        prompt: prompt.to_vec(),
+        max_tokens,
+        sampling: Sampling::default(),
+        stop: Vec::new(),
+        stop_at_eos: true,
+        chunk: 128,
+    };
     let answer = head.generate(&request, tokenizer, &AtomicBool::new(false), &mut |_| {}).unwrap();
     answer.tokens.iter().map(|token| token.id).collect()
 }
@@ -94,7 +107,8 @@ fn prompts_become_the_ids_of_the_reference() {
             tokenizer.encode(case["text"].as_str().unwrap(), Encode { add_bos: true, parse_special: false }).unwrap()
         } else {
             let messages = case["text"].as_array().unwrap().iter();
-            let messages: Vec<Message> = messages.map(|m| Message::new(m["role"].as_str().unwrap(), m["content"].as_str().unwrap())).collect();
+            let messages: Vec<Message> =
+                messages.map(|m| Message::new(m["role"].as_str().unwrap(), m["content"].as_str().unwrap())).collect();
             let rendered = template.render(&messages, &options).unwrap();
             assert_eq!(rendered.text(), case["rendered"].as_str().unwrap());
             tokenizer.encode_chat(&rendered).unwrap()
@@ -159,7 +173,13 @@ fn q8_activations_stay_close_on_both_profiles() {
         let (mut sum, mut expected_sum) = (0.0, 0.0);
         for golden in goldens() {
             let score = head.score(&golden.prompt, 128, 8, &AtomicBool::new(false), &mut |_| {}).unwrap();
-            assert!((score.nll() - golden.nll).abs() <= 0.1 * golden.nll, "{}: nll {} for {}", profile.name, score.nll(), golden.nll);
+            assert!(
+                (score.nll() - golden.nll).abs() <= 0.1 * golden.nll,
+                "{}: nll {} for {}",
+                profile.name,
+                score.nll(),
+                golden.nll
+            );
             sum += score.nll();
             expected_sum += golden.nll;
             let found = greedy(&mut head, &tokenizer, &golden.prompt, golden.greedy.len().min(16));
@@ -178,7 +198,14 @@ struct Bits {
 }
 
 /// Runs `ids` through stages in this thread, in micro-batches of the given sizes.
-fn run_in_chunks(checkpoint: &Checkpoint, split: &[usize], options: StageOptions, profile: Profile, ids: &[u32], chunks: &[usize]) -> Bits {
+fn run_in_chunks(
+    checkpoint: &Checkpoint,
+    split: &[usize],
+    options: StageOptions,
+    profile: Profile,
+    ids: &[u32],
+    chunks: &[usize],
+) -> Bits {
     let adapter = adapter();
     let open = |spec: StageSpec| {
         let gpu = Box::new(pp_engine::backend::gpu::Gpu::open(&adapter, profile, false).unwrap());
@@ -191,7 +218,13 @@ fn run_in_chunks(checkpoint: &Checkpoint, split: &[usize], options: StageOptions
     let mut start = 0;
     for chunk in chunks {
         let new_pages = if start == 0 { (0..options.pages() as u32).rev().collect() } else { Vec::new() };
-        let outputs = (0..*chunk as u32).map(|row| OutputRequest { row, target: 0, top_k: 1, inverse_temperature: 1.0, whole_row: true });
+        let outputs = (0..*chunk as u32).map(|row| OutputRequest {
+            row,
+            target: 0,
+            top_k: 1,
+            inverse_temperature: 1.0,
+            whole_row: true,
+        });
         let mut step = Step {
             spans: vec![Span { sequence: 1, start: start as u32, count: *chunk as u32, new_pages }],
             ids: ids[start..start + chunk].to_vec(),
@@ -203,7 +236,9 @@ fn run_in_chunks(checkpoint: &Checkpoint, split: &[usize], options: StageOptions
             match stage.step(&step, &hidden).unwrap() {
                 StageOutput::Hidden(next) => hidden = next,
                 StageOutput::Outputs(outputs) => {
-                    logits.extend(outputs.outputs.into_iter().map(|o| o.row.unwrap().iter().map(|l| l.to_bits()).collect()));
+                    logits.extend(
+                        outputs.outputs.into_iter().map(|o| o.row.unwrap().iter().map(|l| l.to_bits()).collect()),
+                    );
                 }
             }
             step.ids.clear();
@@ -233,13 +268,21 @@ fn bits_do_not_depend_on_how_the_work_is_cut() {
     let golden = &goldens()[4];
     // More than one split of attention would be 256 positions; pages and tiles end within.
     let ids: Vec<u32> = golden.prompt.iter().chain(&golden.greedy).copied().take(75).collect();
-    for (options, profile) in [(exact(128), Profile::SOFTWARE), (fast(128), Profile::SOFTWARE), (fast(128), Profile::CARD)] {
+    for (options, profile) in
+        [(exact(128), Profile::SOFTWARE), (fast(128), Profile::SOFTWARE), (fast(128), Profile::CARD)]
+    {
         let one = vec![1; ids.len()];
         let reference = run_in_chunks(&checkpoint, &[30], options, profile, &ids, &[75]);
         let same = |split: &[usize], chunks: &[usize]| {
             let found = run_in_chunks(&checkpoint, split, options, profile, &ids, chunks);
             let equal = (0..reference.logits.len()).filter(|i| reference.logits[*i] == found.logits[*i]).count();
-            assert!(found == reference, "{} {options:?}: split {split:?} in {} chunks: {equal} of {} rows equal", profile.name, chunks.len(), ids.len());
+            assert!(
+                found == reference,
+                "{} {options:?}: split {split:?} in {} chunks: {equal} of {} rows equal",
+                profile.name,
+                chunks.len(),
+                ids.len()
+            );
         };
         same(&[30], &one);
         same(&[30], &[9, 1, 8, 2, 3, 16, 4, 7, 17, 8]);

@@ -5,6 +5,8 @@
 //! stand between two steps.
 
 pub mod adapter;
+mod pin;
+mod raw;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -77,6 +79,9 @@ impl Gpu {
         }))
         .map_err(|e| DeviceError::Lost { message: e.to_string() })?;
 
+        if adapter.is_software() {
+            pin::pin_driver_threads();
+        }
         let errors: Arc<Mutex<Option<DeviceError>>> = Arc::default();
         let first = errors.clone();
         device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {

@@ -28,19 +28,28 @@ pub struct Dims {
     pub vocab: usize,
 }
 
-/// Which step sizes a program serves.
+/// Which steps a program serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Bucket {
-    /// At most so many tokens (1, 2, 4 or 8), each attending on its own: decode.
-    Few(u32),
+    /// Few tokens, each attending on its own: decode.
+    Few {
+        /// Tokens at most: 1, 2, 4 or 8.
+        cols: u32,
+        /// Whether every context has one split of attention.
+        short: bool,
+    },
     /// Any number of tokens: prefill.
     Many,
 }
 
 impl Bucket {
-    /// The bucket for `tokens` tokens.
-    pub fn of(tokens: usize) -> Bucket {
-        if tokens <= FEW_TOKENS { Bucket::Few(tokens.next_power_of_two() as u32) } else { Bucket::Many }
+    /// The bucket for `tokens` tokens whose longest context has `splits` splits of attention.
+    pub fn of(tokens: usize, splits: u32) -> Bucket {
+        if tokens <= FEW_TOKENS {
+            Bucket::Few { cols: tokens.next_power_of_two() as u32, short: splits <= 1 }
+        } else {
+            Bucket::Many
+        }
     }
 }
 
@@ -99,13 +108,32 @@ pub struct KvBuffers {
     pub values: BufferId,
 }
 
+/// Words and scales of activations, for the types that a stage's matrices meet.
+#[derive(Clone, Copy, Debug, Default)]
+#[expect(missing_docs, reason = "named after the types")]
+pub struct Activations {
+    pub q8: Option<[BufferId; 2]>,
+    pub f32: Option<[BufferId; 2]>,
+}
+
+impl Activations {
+    fn of(&self, act: Act) -> [BufferId; 2] {
+        let buffers = match act {
+            Act::Q8 => self.q8,
+            Act::F32 => self.f32,
+        };
+        buffers.expect("a stage makes the activation buffers that its matrices meet")
+    }
+}
+
 /// The buffers between kernels; a stage has one set.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "shapes are at their allocation in `layout`")]
 pub struct WorkBuffers {
     pub x: BufferId,
-    pub act_q8: Option<[BufferId; 2]>,
-    pub act_f32: Option<[BufferId; 2]>,
+    pub act: Activations,
+    /// One token's activations of the gated feed-forward net, beside those that it is made from.
+    pub gated: [BufferId; 2],
     pub qkv: BufferId,
     pub q: BufferId,
     pub attention: BufferId,
@@ -179,17 +207,9 @@ impl<'a> Ops<'a> {
     /// Tokens that stand together in activations: 1 for matvec, a tile for matmul.
     fn act_lanes(&self) -> u32 {
         match self.bucket {
-            Bucket::Few(_) => 1,
+            Bucket::Few { .. } => 1,
             Bucket::Many => self.profile.act_lanes(),
         }
-    }
-
-    fn act_buffers(&self, act: Act) -> [BufferId; 2] {
-        let buffers = match act {
-            Act::Q8 => self.work.act_q8,
-            Act::F32 => self.work.act_f32,
-        };
-        buffers.expect("a stage makes the activation buffers that its matrices meet")
     }
 
     /// The activation types that a product's matrices meet.
@@ -242,10 +262,10 @@ impl<'a> Ops<'a> {
     }
 
     /// Activations for `consumer` = RMSNorm of x, of the rows in `outputs` where the program counts outputs.
-    pub fn rmsnorm(&mut self, gain: BufferId, consumer: &Linear, what: &str) {
+    pub fn rmsnorm(&mut self, gain: BufferId, consumer: &Linear, what: &str) -> Activations {
         let hidden = self.dims.hidden;
         for act in self.acts(consumer) {
-            let [words, scales] = self.act_buffers(act);
+            let [words, scales] = self.work.act.of(act);
             let variant = self.profile.rmsnorm(act);
             let params = params::RmsNorm {
                 tokens: 0,
@@ -258,37 +278,49 @@ impl<'a> Ops<'a> {
             let buffers = vec![self.work.x, gain, self.work.outputs, words, scales];
             self.push(variant, bytes_of(&params), buffers, Grid::Each, what, 0, 4 * hidden);
         }
+        self.work.act
     }
 
-    /// y = W a (+ bias), or y += W a, for every matrix of the product. `y_stride` is a row of y.
-    pub fn linear(&mut self, product: &Linear, y: BufferId, y_stride: usize, add: bool) {
+    /// y = W a (+ bias), or y += W a, for every matrix of the product; a is `input`, `y_stride` a row of y.
+    pub fn linear(&mut self, product: &Linear, input: Activations, y: BufferId, y_stride: usize, add: bool) {
+        let flags = if add { ADD_TO_Y } else { 0 };
         for matrix in product {
             let act = matrix.act(self.mode);
-            let [words, scales] = self.act_buffers(act);
-            for chunk in &matrix.chunks {
-                let Product { variant, rows, tokens } = self.product(matrix, act);
-                let flags = if chunk.bias.is_some() { ADD_BIAS } else { 0 } | if add { ADD_TO_Y } else { 0 };
-                let params = params::Matmul {
-                    tokens: 0,
-                    blocks: matrix.blocks as u32,
-                    rows: chunk.rows as u32,
-                    y_stride: y_stride as u32,
-                    y_offset: (matrix.y_offset + chunk.first_row) as u32,
-                    flags,
-                };
-                let mut buffers = chunk.streams.clone();
-                buffers.extend([words, scales, chunk.bias.unwrap_or(self.work.nothing), y]);
-                let grid = Grid::Rows { workgroups: (chunk.rows as u32).div_ceil(rows), tokens };
-                let bytes = matrix.format.bytes(chunk.rows, matrix.blocks);
-                self.push(variant, bytes_of(&params), buffers, grid, &matrix.name, bytes, 2 * chunk.rows * matrix.cols);
-            }
+            let product = match self.bucket {
+                Bucket::Few { cols, .. } => self.profile.matvec(matrix.format, act, cols),
+                Bucket::Many => self.profile.matmul(matrix.format, act),
+            };
+            self.product(matrix, &product, input, &[y], y_stride, flags);
         }
     }
 
-    fn product(&self, matrix: &Matrix, act: Act) -> Product {
-        match self.bucket {
-            Bucket::Few(cols) => self.profile.matvec(matrix.format, act, cols),
-            Bucket::Many => self.profile.matmul(matrix.format, act),
+    /// One dispatch for each chunk of a matrix.
+    fn product(
+        &mut self,
+        matrix: &Matrix,
+        product: &Product,
+        input: Activations,
+        outputs: &[BufferId],
+        y_stride: usize,
+        flags: u32,
+    ) {
+        let [words, scales] = input.of(matrix.act(self.mode));
+        for chunk in &matrix.chunks {
+            let params = params::Matmul {
+                tokens: 0,
+                blocks: matrix.blocks as u32,
+                rows: chunk.rows as u32,
+                y_stride: y_stride as u32,
+                y_offset: (matrix.y_offset + chunk.first_row) as u32,
+                flags: flags | if chunk.bias.is_some() { ADD_BIAS } else { 0 },
+            };
+            let mut buffers = chunk.streams.clone();
+            buffers.extend([words, scales, chunk.bias.unwrap_or(self.work.nothing)]);
+            buffers.extend(outputs);
+            let grid = Grid::Rows { workgroups: (chunk.rows as u32).div_ceil(product.rows), tokens: product.tokens };
+            let bytes = matrix.format.bytes(chunk.rows, matrix.blocks);
+            let operations = 2 * chunk.rows * matrix.cols;
+            self.push(product.variant.clone(), bytes_of(&params), buffers, grid, &matrix.name, bytes, operations);
         }
     }
 
@@ -319,32 +351,59 @@ impl<'a> Ops<'a> {
     }
 
     /// Activations for `consumer` = softmax(q K') V, causal.
-    pub fn attention(&mut self, layer: &[KvBuffers], consumer: &Linear) {
-        match self.bucket {
-            Bucket::Few(_) => self.attention_few(layer, consumer),
+    pub fn attention(&mut self, layer: &[KvBuffers], consumer: &Linear) -> Activations {
+        let bucket = self.bucket;
+        match bucket {
             Bucket::Many => self.attention_many(layer, consumer),
+            Bucket::Few { short, .. } => {
+                if !(short && self.attention_short(layer, consumer)) {
+                    self.attention_few(layer, consumer);
+                }
+            }
         }
+        self.work.act
+    }
+
+    fn decode_params(&self, kv: &KvBuffers) -> params::AttnDecode {
+        let d = self.dims;
+        params::AttnDecode {
+            tokens: 0,
+            heads: d.heads as u32,
+            kv_heads: d.kv_heads as u32,
+            first_kv: kv.first_kv as u32,
+            kv_heads_here: kv.kv_heads as u32,
+            splits: self.splits_max as u32,
+        }
+    }
+
+    /// One kernel where contexts have one split; false where the heads do not allow it.
+    fn attention_short(&mut self, layer: &[KvBuffers], consumer: &Linear) -> bool {
+        let (d, w) = (self.dims, self.work);
+        let group = (d.heads / d.kv_heads) as u32;
+        let [act] = self.acts(consumer)[..] else { return false };
+        let Some((variant, heads)) = self.profile.attn_short(self.kv, act, d.head_dim as u32, group) else {
+            return false;
+        };
+        let [words, scales] = w.act.of(act);
+        for kv in layer {
+            let buffers = vec![w.q, kv.keys, kv.values, w.tokens, w.pages, words, scales];
+            let grid = Grid::Splits { x: kv.kv_heads as u32 * group / heads };
+            self.push(variant.clone(), bytes_of(&self.decode_params(kv)), buffers, grid, "attention", 0, 0);
+        }
+        true
     }
 
     fn attention_few(&mut self, layer: &[KvBuffers], consumer: &Linear) {
         let (d, w) = (self.dims, self.work);
-        let group = d.heads / d.kv_heads;
+        let group = (d.heads / d.kv_heads) as u32;
         for kv in layer {
-            let (variant, heads) = self.profile.attn_decode(self.kv, d.head_dim as u32, group as u32);
-            let params = params::AttnDecode {
-                tokens: 0,
-                heads: d.heads as u32,
-                kv_heads: d.kv_heads as u32,
-                first_kv: kv.first_kv as u32,
-                kv_heads_here: kv.kv_heads as u32,
-                splits: self.splits_max as u32,
-            };
+            let (variant, heads) = self.profile.attn_decode(self.kv, d.head_dim as u32, group);
             let buffers = vec![w.q, kv.keys, kv.values, w.tokens, w.pages, w.part_out, w.part_stat];
-            let grid = Grid::Splits { x: (kv.kv_heads * group) as u32 / heads };
-            self.push(variant, bytes_of(&params), buffers, grid, "attention", 0, 0);
+            let grid = Grid::Splits { x: kv.kv_heads as u32 * group / heads };
+            self.push(variant, bytes_of(&self.decode_params(kv)), buffers, grid, "attention", 0, 0);
         }
         for act in self.acts(consumer) {
-            let [words, scales] = self.act_buffers(act);
+            let [words, scales] = w.act.of(act);
             let blocks = (d.heads * d.head_dim).div_ceil(BLOCK) as u32;
             let variant = self.profile.attn_reduce(act, d.head_dim as u32);
             let params = params::AttnReduce {
@@ -362,8 +421,8 @@ impl<'a> Ops<'a> {
 
     fn attention_many(&mut self, layer: &[KvBuffers], consumer: &Linear) {
         let (d, w) = (self.dims, self.work);
+        let group = d.heads / d.kv_heads;
         for kv in layer {
-            let group = d.heads / d.kv_heads;
             let variant = self.profile.attn_prefill(self.kv, d.head_dim as u32);
             let params = params::AttnPrefill {
                 tokens: 0,
@@ -376,30 +435,47 @@ impl<'a> Ops<'a> {
             let grid = Grid::Tiles { heads: (kv.kv_heads * group) as u32 };
             self.push(variant, bytes_of(&params), buffers, grid, "attention", 0, 0);
         }
-        self.activations(Profile::to_act, w.attention, d.heads * d.head_dim, consumer, "to activations");
-    }
-
-    /// Activations for `consumer` = silu(gate) * up.
-    pub fn swiglu(&mut self, consumer: &Linear) {
-        self.activations(Profile::swiglu, self.work.gate_up, self.dims.intermediate, consumer, "silu(gate) * up");
-    }
-
-    fn activations(
-        &mut self,
-        kernel: fn(&Profile, Act) -> Variant,
-        from: BufferId,
-        width: usize,
-        consumer: &Linear,
-        what: &str,
-    ) {
         for act in self.acts(consumer) {
-            let [words, scales] = self.act_buffers(act);
+            let [words, scales] = w.act.of(act);
+            let width = d.heads * d.head_dim;
             let blocks = width.div_ceil(BLOCK) as u32;
-            let variant = kernel(self.profile, act);
             let params = params::ToAct { tokens: 0, width: width as u32, blocks, act_lanes: self.act_lanes() };
             let grid = Grid::Flat { items: blocks, workgroup: self.profile.flat };
-            self.push(variant, bytes_of(&params), vec![from, words, scales], grid, what, 0, 0);
+            let buffers = vec![w.attention, words, scales];
+            self.push(self.profile.to_act(act), bytes_of(&params), buffers, grid, "to activations", 0, 0);
         }
+    }
+
+    /// Activations for `consumer` = silu(W_gate a) * (W_up a), a is `input`; `paired`: gates and ups stand in turns of 8
+    /// rows.
+    pub fn gated(&mut self, gate_up: &Linear, input: Activations, paired: bool, consumer: &Linear) -> Activations {
+        let (d, w) = (self.dims, self.work);
+        if let ([matrix], [act], true, Bucket::Few { cols: 1, .. }) =
+            (gate_up.as_slice(), &self.acts(consumer)[..], paired, self.bucket)
+            && let Some(product) = self.profile.matvec_swiglu(matrix.format, matrix.act(self.mode), *act)
+        {
+            self.product(matrix, &product, input, &w.gated, 2 * d.intermediate, 0);
+            return match act {
+                Act::Q8 => Activations { q8: Some(w.gated), f32: None },
+                Act::F32 => Activations { q8: None, f32: Some(w.gated) },
+            };
+        }
+        self.linear(gate_up, input, w.gate_up, 2 * d.intermediate, false);
+        for act in self.acts(consumer) {
+            let [words, scales] = w.act.of(act);
+            let blocks = d.intermediate.div_ceil(BLOCK) as u32;
+            let params = params::SwiGlu {
+                tokens: 0,
+                width: d.intermediate as u32,
+                blocks,
+                act_lanes: self.act_lanes(),
+                paired: u32::from(paired),
+            };
+            let grid = Grid::Flat { items: blocks, workgroup: self.profile.flat };
+            let buffers = vec![w.gate_up, words, scales];
+            self.push(self.profile.swiglu(act), bytes_of(&params), buffers, grid, "silu(gate) * up", 0, 0);
+        }
+        w.act
     }
 
     /// result = the best candidates of each row of logits, with its log-sum-exp.

@@ -1,5 +1,7 @@
 //! Twins of `to_act.wgsl`, `swiglu.wgsl` and of the activation layouts in `wgsl/act`.
 
+use std::ops::Range;
+
 use crate::format::Act;
 use crate::params;
 use crate::{Arrangement, BLOCK};
@@ -21,11 +23,25 @@ impl Layout {
 
 /// Writes the values of one token as activations into `words` and `scales`.
 pub(super) fn store(act: Act, values: &[f32], token: usize, layout: Layout, words: &mut [u32], scales: &mut [f32]) {
+    store_from(act, values, token, 0..layout.arrangement.blocks, layout, words, scales);
+}
+
+/// The same for some of the token's blocks; `values` begins with the first of them.
+#[expect(clippy::too_many_arguments, reason = "what a kernel has at hand")]
+pub(super) fn store_from(
+    act: Act,
+    values: &[f32],
+    token: usize,
+    blocks: Range<usize>,
+    layout: Layout,
+    words: &mut [u32],
+    scales: &mut [f32],
+) {
     let Layout { arrangement, lanes } = layout;
-    let blocks = arrangement.blocks;
-    for block in 0..blocks {
-        let x: [f32; BLOCK] = std::array::from_fn(|k| values.get(block * BLOCK + k).copied().unwrap_or(0.0));
-        let base = token / lanes * blocks + arrangement.position(block);
+    for block in blocks.clone() {
+        let first = (block - blocks.start) * BLOCK;
+        let x: [f32; BLOCK] = std::array::from_fn(|k| values.get(first + k).copied().unwrap_or(0.0));
+        let base = token / lanes * arrangement.blocks + arrangement.position(block);
         let lane = token % lanes;
         let mut put = |i: usize, word: u32| words[(base * act.block_words() + i) * lanes + lane] = word;
         let (scale, sum) = match act {
@@ -75,14 +91,21 @@ pub(super) fn to_act(call: &Call) {
 }
 
 pub(super) fn swiglu(call: &Call) {
-    let p: params::ToAct = call.params();
+    let p: params::SwiGlu = call.params();
     let width = p.width as usize;
     let x = call.floats(0);
     for token in 0..p.tokens as usize {
-        let (gate, up) = x[token * 2 * width..][..2 * width].split_at(width);
-        let h: Vec<f32> = gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        let h = gated(&x[token * 2 * width..][..2 * width], p.paired == 1);
+        let p = params::ToAct { tokens: p.tokens, width: p.width, blocks: p.blocks, act_lanes: p.act_lanes };
         store_row(call, &h, token, p);
     }
+}
+
+/// silu(gate) * up, of gates before ups, or of both in turns of 8.
+pub(super) fn gated(row: &[f32], paired: bool) -> Vec<f32> {
+    let width = row.len() / 2;
+    let place = |k: usize| if paired { (k / 8 * 16 + k % 8, k / 8 * 16 + 8 + k % 8) } else { (k, width + k) };
+    (0..width).map(place).map(|(gate, up)| row[gate] / (1.0 + (-row[gate]).exp()) * row[up]).collect()
 }
 
 fn store_row(call: &Call, row: &[f32], token: usize, p: params::ToAct) {

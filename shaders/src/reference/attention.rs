@@ -74,6 +74,31 @@ pub(super) fn decode(call: &Call) {
     }
 }
 
+/// One split, and straight to activations.
+pub(super) fn short(call: &Call) {
+    let p: params::AttnDecode = call.params();
+    let dim = call.constant("HEAD_DIM");
+    let (heads, here) = (p.heads as usize, p.kv_heads_here as usize);
+    let (q, keys, values, tokens, pages) = (call.floats(0), call.words(1), call.words(2), call.fours(3), call.words(4));
+    let cache = Cache { call, dim, here, keys: &keys, values: &values, pages: &pages };
+    let group = heads / p.kv_heads as usize;
+    let layout = act::Layout::new(call, (heads * dim / 32) as u32, 1);
+    for token in 0..p.tokens as usize {
+        let mut row = Vec::new();
+        let first = p.first_kv as usize * group;
+        for head in first..first + here * group {
+            let q = &q[(token * heads + head) * dim..][..dim];
+            let to = tokens[token][1] as usize + 1;
+            let part = cache.attend(q, (head - first) / group, tokens[token][2] as usize, 0, to);
+            row.extend(part.out.iter().map(|v| (v / part.sum) as f32));
+        }
+        let act = call.variant.act.expect("an activation type");
+        let first = first * dim / 32;
+        let blocks = first..first + row.len() / 32;
+        act::store_from(act, &row, token, blocks, layout, &mut call.words_mut(5), &mut call.floats_mut(6));
+    }
+}
+
 pub(super) fn reduce(call: &Call) {
     let p: params::AttnReduce = call.params();
     let dim = call.constant("HEAD_DIM");

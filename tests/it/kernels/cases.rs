@@ -40,7 +40,8 @@ impl Compare {
                 None => Ok(()),
             },
             Compare::Bytes => {
-                let bytes = |w: &[u32]| w.iter().flat_map(|w| w.to_le_bytes()).map(|b| i32::from(b as i8)).collect::<Vec<_>>();
+                let bytes =
+                    |w: &[u32]| w.iter().flat_map(|w| w.to_le_bytes()).map(|b| i32::from(b as i8)).collect::<Vec<_>>();
                 let (expected, found) = (bytes(expected), bytes(found));
                 match (0..expected.len()).find(|i| (expected[*i] - found[*i]).abs() > 1) {
                     Some(i) => Err(format!("byte {i} is {} for {}", found[i], expected[i])),
@@ -48,9 +49,13 @@ impl Compare {
                 }
             }
             Compare::Halves => {
-                let halves = |w: &[u32]| w.iter().flat_map(|w| [*w as u16, (*w >> 16) as u16]).map(half_to_f64).collect::<Vec<_>>();
+                let halves = |w: &[u32]| {
+                    w.iter().flat_map(|w| [*w as u16, (*w >> 16) as u16]).map(half_to_f64).collect::<Vec<_>>()
+                };
                 let (expected, found) = (halves(expected), halves(found));
-                match (0..expected.len()).find(|i| !((expected[*i] - found[*i]).abs() <= 2e-3 * expected[*i].abs() + 1e-4)) {
+                match (0..expected.len())
+                    .find(|i| !((expected[*i] - found[*i]).abs() <= 2e-3 * expected[*i].abs() + 1e-4))
+                {
                     Some(i) => Err(format!("half {i} is {} for {}", found[i], expected[i])),
                     None => Ok(()),
                 }
@@ -150,7 +155,10 @@ fn half_bits(v: f32) -> u16 {
 
 /// A file type that becomes each device format.
 fn dtype_of(format: Format) -> DType {
-    DType::ALL.into_iter().find(|dtype| device_format(*dtype) == format && *dtype != DType::Q5_0).expect("a file type for every format")
+    DType::ALL
+        .into_iter()
+        .find(|dtype| device_format(*dtype) == format && *dtype != DType::Q5_0)
+        .expect("a file type for every format")
 }
 
 fn streams(random: &mut Random, format: Format, rows: usize, cols: usize, profile: &Profile) -> Vec<Vec<u32>> {
@@ -159,7 +167,10 @@ fn streams(random: &mut Random, format: Format, rows: usize, cols: usize, profil
         packed.set_row(row, dtype_of(format), &random.row(dtype_of(format), cols));
     }
     let used = packed.streams.iter().filter(|stream| !stream.is_empty());
-    used.map(|bytes| bytes.chunks(4).map(|b| u32::from_le_bytes(std::array::from_fn(|i| *b.get(i).unwrap_or(&0)))).collect()).collect()
+    used.map(|bytes| {
+        bytes.chunks(4).map(|b| u32::from_le_bytes(std::array::from_fn(|i| *b.get(i).unwrap_or(&0)))).collect()
+    })
+    .collect()
 }
 
 fn bytes<T: Copy>(params: &T) -> Vec<u8> {
@@ -168,7 +179,14 @@ fn bytes<T: Copy>(params: &T) -> Vec<u8> {
 }
 
 /// Activations of `tokens` rows of `width` random values, made by the twin: (words, scales).
-fn activations(random: &mut Random, profile: &Profile, act: Act, tokens: usize, width: usize, lanes: u32) -> [Vec<u32>; 2] {
+fn activations(
+    random: &mut Random,
+    profile: &Profile,
+    act: Act,
+    tokens: usize,
+    width: usize,
+    lanes: u32,
+) -> [Vec<u32>; 2] {
     let blocks = row_blocks(width);
     let padded = tokens.next_multiple_of(lanes as usize);
     let x = RefCell::new(random.floats(tokens * width));
@@ -188,6 +206,7 @@ pub fn all(profile: &Profile) -> Vec<Case> {
         for act in [Act::F32, Act::Q8] {
             if act == Act::F32 || format.is_quantised() {
                 products(&mut cases, &mut random, profile, format, act);
+                gated_products(&mut cases, &mut random, profile, format, act);
             }
         }
     }
@@ -228,13 +247,14 @@ fn embed(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, format: 
 }
 
 fn products(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, format: Format, act: Act) {
-    let widths: &[(usize, usize)] = if format.superblock() > 1 { &[(75, 256), (70, 2560)] } else { &[(75, 576), (7, 96), (130, 1536)] };
+    let widths: &[(usize, usize)] =
+        if format.superblock() > 1 { &[(75, 256), (70, 2560)] } else { &[(75, 576), (7, 96), (130, 1536)] };
     for (rows, cols) in widths {
         let choices = [1, 2, 4, 8].map(|cols| (profile.matvec(format, act, cols), 1)).into_iter();
         for (product, lanes) in choices.chain([(profile.matmul(format, act), profile.act_lanes())]) {
             let counts: &[usize] = if lanes == 1 { &[product.tokens as usize, 8] } else { &[9, 70] };
             for tokens in counts {
-                for flags in [0, params::ADD_BIAS | params::ADD_TO_Y] {
+                for flags in if rows % 2 == 1 { [params::ADD_BIAS | params::ADD_TO_Y] } else { [0] } {
                     let (product, tokens) = (product.clone(), *tokens);
                     cases.push(product_case(random, profile, format, act, product, lanes, tokens, *rows, *cols, flags));
                 }
@@ -243,16 +263,65 @@ fn products(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, forma
     }
 }
 
+/// A product of gates and ups that ends in activations; the second half of one that comes in two chunks.
+fn gated_products(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, format: Format, act: Act) {
+    for act_out in [Act::F32, Act::Q8] {
+        let Some(product) = profile.matvec_swiglu(format, act, act_out) else { return };
+        for (rows, cols) in [(80, 256), (192, 768)] {
+            let (all_rows, y_offset) = (rows + 128, 128);
+            let mut buffers = streams(random, format, rows, cols, profile);
+            buffers.extend(activations(random, profile, act, 1, cols, 1));
+            let out = buffers.len() + 1;
+            let blocks = all_rows / 2 / 32 + usize::from(all_rows / 2 % 32 > 0);
+            buffers.extend([random.floats(rows), vec![0; blocks * act_out.block_words()], vec![0; 2 * blocks]]);
+            let p = params::Matmul {
+                tokens: 0,
+                blocks: row_blocks(cols) as u32,
+                rows: rows as u32,
+                y_stride: all_rows as u32,
+                y_offset: y_offset as u32,
+                flags: params::ADD_BIAS,
+            };
+            let words_like = if act_out == Act::Q8 { Compare::Bytes } else { Compare::Relative(2e-5) };
+            cases.push(Case {
+                name: format!("{} {rows} x {cols}", product.variant.label()),
+                variant: product.variant.clone(),
+                params: bytes(&p),
+                buffers,
+                grid: Grid::Rows { workgroups: (rows as u32).div_ceil(product.rows), tokens: 1 },
+                shape: Shape { tokens: 1, ..Shape::default() },
+                outputs: vec![(out, words_like), (out + 1, Compare::Relative(2e-3))],
+            });
+        }
+    }
+}
+
 #[expect(clippy::too_many_arguments, reason = "a case has that many sides")]
 fn product_case(
-    random: &mut Random, profile: &Profile, format: Format, act: Act, product: Product, lanes: u32, tokens: usize, rows: usize, cols: usize, flags: u32,
+    random: &mut Random,
+    profile: &Profile,
+    format: Format,
+    act: Act,
+    product: Product,
+    lanes: u32,
+    tokens: usize,
+    rows: usize,
+    cols: usize,
+    flags: u32,
 ) -> Case {
     let mut buffers = streams(random, format, rows, cols, profile);
     buffers.extend(activations(random, profile, act, tokens, cols, lanes));
     let stride = rows + 5;
     let out = buffers.len() + 1;
     buffers.extend([random.floats(rows), random.floats(tokens * stride)]);
-    let p = params::Matmul { tokens: 0, blocks: row_blocks(cols) as u32, rows: rows as u32, y_stride: stride as u32, y_offset: 3, flags };
+    let p = params::Matmul {
+        tokens: 0,
+        blocks: row_blocks(cols) as u32,
+        rows: rows as u32,
+        y_stride: stride as u32,
+        y_offset: 3,
+        flags,
+    };
     Case {
         name: format!("{} {tokens} tokens, {rows} x {cols}, flags {flags}", product.variant.label()),
         variant: product.variant,
@@ -264,7 +333,14 @@ fn product_case(
     }
 }
 
-fn norm_and_activations(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, act: Act, tokens: usize, width: usize) {
+fn norm_and_activations(
+    cases: &mut Vec<Case>,
+    random: &mut Random,
+    profile: &Profile,
+    act: Act,
+    tokens: usize,
+    width: usize,
+) {
     let blocks = row_blocks(width);
     let words = |lanes: u32| vec![0; tokens.next_multiple_of(lanes as usize) * blocks * act.block_words()];
     let scales = |lanes: u32| vec![0; 2 * tokens.next_multiple_of(lanes as usize) * blocks];
@@ -273,7 +349,14 @@ fn norm_and_activations(cases: &mut Vec<Case>, random: &mut Random, profile: &Pr
     for lanes in [1, profile.act_lanes()] {
         for use_rows in [0, 1] {
             let rows = (0..tokens).flat_map(|_| [random.below(tokens) as u32, 0, 0, 0]).collect();
-            let p = params::RmsNorm { tokens: 0, hidden: width as u32, blocks: blocks as u32, act_lanes: lanes, use_rows, eps: 1e-5 };
+            let p = params::RmsNorm {
+                tokens: 0,
+                hidden: width as u32,
+                blocks: blocks as u32,
+                act_lanes: lanes,
+                use_rows,
+                eps: 1e-5,
+            };
             cases.push(Case {
                 name: format!("rmsnorm {act:?} {tokens} x {width}, lanes {lanes}"),
                 variant: profile.rmsnorm(act),
@@ -284,12 +367,17 @@ fn norm_and_activations(cases: &mut Vec<Case>, random: &mut Random, profile: &Pr
                 outputs: vec![(3, words_like.clone()), (4, Compare::Relative(2e-3))],
             });
         }
-        for (variant, factor) in [(profile.to_act(act), 1), (profile.swiglu(act), 2)] {
-            let p = params::ToAct { tokens: 0, width: width as u32, blocks: blocks as u32, act_lanes: lanes };
+        let p = params::ToAct { tokens: 0, width: width as u32, blocks: blocks as u32, act_lanes: lanes };
+        let mut gates = vec![(profile.to_act(act), 1, bytes(&p))];
+        for paired in [0, u32::from(width % 8 == 0)] {
+            let p = params::SwiGlu { tokens: 0, width: width as u32, blocks: blocks as u32, act_lanes: lanes, paired };
+            gates.push((profile.swiglu(act), 2, bytes(&p)));
+        }
+        for (variant, factor, params) in gates {
             cases.push(Case {
                 name: format!("{} {tokens} x {width}, lanes {lanes}", variant.label()),
                 variant,
-                params: bytes(&p),
+                params,
                 buffers: vec![random.floats(factor * tokens * width), words(lanes), scales(lanes)],
                 grid: Grid::Flat { items: blocks as u32, workgroup: profile.flat },
                 shape,
@@ -315,7 +403,12 @@ fn attention(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, kv: 
         let (mut tokens, mut tiles) = (Vec::new(), Vec::new());
         for (sequence, (start, count)) in SPANS.iter().enumerate() {
             for first in (0..*count).step_by(profile.prefill_tile as usize) {
-                tiles.extend([(tokens.len() / 4 + first) as u32, (count - first).min(profile.prefill_tile as usize) as u32, 0, 0]);
+                tiles.extend([
+                    (tokens.len() / 4 + first) as u32,
+                    (count - first).min(profile.prefill_tile as usize) as u32,
+                    0,
+                    0,
+                ]);
             }
             (0..*count).for_each(|i| tokens.extend([0, (start + i) as u32, (sequence * per_sequence) as u32, 0]));
         }
@@ -323,7 +416,9 @@ fn attention(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, kv: 
         let cache_words = page_count * PAGE * here * dim * kv.bytes() / 4;
         let cache = |random: &mut Random| match kv {
             KvType::F32 => random.floats(cache_words),
-            KvType::F16 => (0..cache_words).map(|_| u32::from(half_bits(random.float())) | u32::from(half_bits(random.float())) << 16).collect(),
+            KvType::F16 => (0..cache_words)
+                .map(|_| u32::from(half_bits(random.float())) | u32::from(half_bits(random.float())) << 16)
+                .collect(),
         };
         let (keys, values) = (cache(random), cache(random));
         let q: Vec<u32> = (0..count * heads * dim).map(|_| (random.float() / (dim as f32).sqrt()).to_bits()).collect();
@@ -339,7 +434,15 @@ fn attention(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, kv: 
             });
             let rotation: Vec<u32> = rotation.collect();
             let p = params::RopeKv {
-                tokens: 0, heads: heads_u, kv_heads: kv_u, first_kv: first_u, kv_heads_here: here_u, pairs, use_norms, scale: 0.125, eps: 1e-6,
+                tokens: 0,
+                heads: heads_u,
+                kv_heads: kv_u,
+                first_kv: first_u,
+                kv_heads_here: here_u,
+                pairs,
+                use_norms,
+                scale: 0.125,
+                eps: 1e-6,
             };
             let stored = if kv == KvType::F32 { Compare::Relative(2e-5) } else { Compare::Halves };
             cases.push(Case {
@@ -347,21 +450,39 @@ fn attention(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, kv: 
                 variant: profile.rope_kv(kv, dim as u32),
                 params: bytes(&p),
                 buffers: vec![
-                    random.floats(count * (heads + 2 * kv_heads) * dim), random.floats(2 * dim), tokens.clone(), pages.clone(), rotation,
-                    random.floats(count * heads * dim), keys.clone(), values.clone(),
+                    random.floats(count * (heads + 2 * kv_heads) * dim),
+                    random.floats(2 * dim),
+                    tokens.clone(),
+                    pages.clone(),
+                    rotation,
+                    random.floats(count * heads * dim),
+                    keys.clone(),
+                    values.clone(),
                 ],
-                grid: Grid::Flat { items: (here * (group + 2)) as u32 * (dim as u32 / 4 - pairs / 4), workgroup: profile.flat },
+                grid: Grid::Flat {
+                    items: (here * (group + 2)) as u32 * (dim as u32 / 4 - pairs / 4),
+                    workgroup: profile.flat,
+                },
                 shape,
                 outputs: vec![(5, Compare::Relative(2e-5)), (6, stored.clone()), (7, stored)],
             });
         }
 
-        let p = params::AttnPrefill { tokens: 0, heads: heads_u, kv_heads: kv_u, first_kv: first_u, kv_heads_here: here_u };
+        let p =
+            params::AttnPrefill { tokens: 0, heads: heads_u, kv_heads: kv_u, first_kv: first_u, kv_heads_here: here_u };
         cases.push(Case {
             name: name("attn_prefill"),
             variant: profile.attn_prefill(kv, dim as u32),
             params: bytes(&p),
-            buffers: vec![q.clone(), keys.clone(), values.clone(), tokens.clone(), pages.clone(), tiles, vec![0; count * heads * dim]],
+            buffers: vec![
+                q.clone(),
+                keys.clone(),
+                values.clone(),
+                tokens.clone(),
+                pages.clone(),
+                tiles,
+                vec![0; count * heads * dim],
+            ],
             grid: Grid::Tiles { heads: (here * group) as u32 },
             shape,
             outputs: vec![(6, Compare::Relative(2e-5))],
@@ -370,7 +491,14 @@ fn attention(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, kv: 
         let few = 4;
         let parts = few * heads * splits;
         let (variant, per_group) = profile.attn_decode(kv, dim as u32, group as u32);
-        let p = params::AttnDecode { tokens: 0, heads: heads_u, kv_heads: kv_u, first_kv: first_u, kv_heads_here: here_u, splits: splits as u32 };
+        let p = params::AttnDecode {
+            tokens: 0,
+            heads: heads_u,
+            kv_heads: kv_u,
+            first_kv: first_u,
+            kv_heads_here: here_u,
+            splits: splits as u32,
+        };
         let shape = Shape { tokens: few as u32, ..shape };
         let decode = Case {
             name: name("attn_decode"),
@@ -382,17 +510,50 @@ fn attention(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, kv: 
             outputs: vec![(5, Compare::Relative(2e-5)), (6, Compare::Relative(2e-5))],
         };
         for act in [Act::F32, Act::Q8] {
+            // The tokens of the second sequence: their contexts have one split.
+            let Some((variant, per_group)) = profile.attn_short(kv, act, dim as u32, group as u32) else { break };
+            let mut buffers = decode.buffers[..5].to_vec();
+            buffers[3] = tokens[4..4 * (1 + few)].to_vec();
+            let blocks = heads * dim / 32;
+            buffers.extend([vec![0; few * blocks * act.block_words()], vec![0; 2 * few * blocks]]);
+            let words_like = if act == Act::Q8 { Compare::Bytes } else { Compare::Relative(2e-5) };
+            cases.push(Case {
+                name: name("attn_short"),
+                variant,
+                params: decode.params.clone(),
+                buffers,
+                grid: Grid::Splits { x: (here * group) as u32 / per_group },
+                shape: Shape { splits: 1, ..shape },
+                outputs: vec![(5, words_like), (6, Compare::Relative(2e-3))],
+            });
+        }
+        for act in [Act::F32, Act::Q8] {
             let blocks = row_blocks(heads * dim);
-            let p = params::AttnReduce { tokens: 0, heads: heads_u, splits: splits as u32, blocks: blocks as u32, act_lanes: 1 };
+            let p = params::AttnReduce {
+                tokens: 0,
+                heads: heads_u,
+                splits: splits as u32,
+                blocks: blocks as u32,
+                act_lanes: 1,
+            };
             let stat = (0..parts).flat_map(|_| [random.float().to_bits(), (1.5 + random.float()).to_bits()]).collect();
             cases.push(Case {
                 name: name("attn_reduce"),
                 variant: profile.attn_reduce(act, dim as u32),
                 params: bytes(&p),
-                buffers: vec![random.floats(parts * dim), stat, tokens.clone(), vec![0; few * blocks * act.block_words()], vec![0; 2 * few * blocks]],
+                buffers: vec![
+                    random.floats(parts * dim),
+                    stat,
+                    tokens.clone(),
+                    vec![0; few * blocks * act.block_words()],
+                    vec![0; 2 * few * blocks],
+                ],
                 grid: Grid::Flat { items: blocks as u32, workgroup: profile.flat },
                 shape,
-                outputs: vec![(3, if act == Act::Q8 { Compare::Bytes } else { Compare::Relative(2e-5) }), (4, Compare::Relative(2e-3))],
+                outputs: vec![
+                    (3, if act == Act::Q8 { Compare::Bytes } else { Compare::Relative(2e-5) }),
+                    (4, Compare::Relative(2e-3)),
+                ],
             });
         }
         cases.push(decode);
@@ -404,7 +565,10 @@ fn top_k(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, vocab: u
     let k_max = TOP_K as usize;
     // Logits with many ties, so that the order of equals is tested.
     let logits: Vec<u32> = (0..3 * vocab).map(|_| ((random.below(400) as f32 - 200.0) / 16.0).to_bits()).collect();
-    let outputs: Vec<u32> = [1u32, 5, k_max as u32].into_iter().flat_map(|k| [0, random.below(vocab) as u32, 1.25f32.to_bits(), k]).collect();
+    let outputs: Vec<u32> = [1u32, 5, k_max as u32]
+        .into_iter()
+        .flat_map(|k| [0, random.below(vocab) as u32, 1.25f32.to_bits(), k])
+        .collect();
     let p = params::TopK { tokens: 3, vocab: vocab as u32, chunks: chunks as u32 };
     let shape = Shape { tokens: 3, ..Shape::default() };
     let first = Case {

