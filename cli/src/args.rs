@@ -23,6 +23,7 @@ Exit codes:
   3    no usable device, or not enough device memory
   4    the model cannot be found or read, or is not supported
   130  cancelled with Ctrl-C; what was answered until then has been printed
+  141  nobody reads the output any more
 
 Environment:
   PP_MODEL   model when -m is not given (a path or a name)
@@ -131,14 +132,14 @@ pub struct PipelineArgs {
     /// Layers per stage: exact counts (9,8,8,8), ratios (9:8:8:8), or auto, by bytes [default: auto]
     #[arg(long, value_name = "SPLIT", allow_hyphen_values = true, help_heading = "Pipeline")]
     pub split: Option<String>,
-    /// Adapter of each stage, by index, PCI id or part of the name, comma-separated; fewer than stages repeat in turn
+    /// Adapter of each stage, by index, id or part of the name, comma-separated; fewer than stages repeat in turn
     /// (default: every hardware adapter; a software one only when named or when there is nothing else).
     #[arg(
         long,
         value_name = "SEL[,SEL…]",
         value_delimiter = ',',
         help_heading = "Pipeline",
-        long_help = "Adapter of each stage, by index, PCI id or part of the name (see `pp-run devices`), \
+        long_help = "Adapter of each stage, by index, id or part of the name (see `pp-run devices`), \
                      comma-separated; fewer than stages repeat in turn. Default: every hardware adapter; a software \
                      one only when named or when there is nothing else. `reference` computes on the processor with \
                      plain loops and no driver at all: exact, and very slow"
@@ -285,6 +286,9 @@ pub struct BenchArgs {
     /// Measured repetitions, after one that is not counted
     #[arg(long, value_name = "N", default_value_t = 5)]
     pub reps: usize,
+    /// Skip the roofline: what the device can do at most, and each kernel's share of it (loads the stages once more)
+    #[arg(long)]
+    pub no_roofline: bool,
     #[command(flatten)]
     pub model: ModelArgs,
     #[command(flatten)]

@@ -178,9 +178,16 @@ impl Head {
         Ok(SequenceId(self.next_sequence))
     }
 
+    /// Takes the pages of a sequence back. What it left in the pipe, when it was cancelled or failed, is given up.
     fn end(&mut self, sequence: SequenceId) {
+        if self.pipeline.in_flight() > 0 {
+            // The stages forget all their sequences then.
+            self.pipeline.abandon();
+            self.released.clear();
+        } else if self.pool.holds(sequence) {
+            self.released.push(sequence.0);
+        }
         self.pool.release(sequence);
-        self.released.push(sequence.0);
     }
 
     fn step(
@@ -218,7 +225,6 @@ impl Head {
         let mut done = 0;
         while done < ids.len() {
             if cancel.load(Ordering::Relaxed) {
-                self.drain()?;
                 return Err(PipelineError::Cancelled.into());
             }
             if sent < ids.len() && self.pipeline.room() > 0 {
@@ -238,15 +244,8 @@ impl Head {
         Ok(())
     }
 
-    /// Takes the answers of what is still in the pipe.
-    fn drain(&mut self) -> Result<(), HeadError> {
-        while self.pipeline.in_flight() > 0 {
-            self.pipeline.receive(&AtomicBool::new(false))?;
-        }
-        Ok(())
-    }
-
-    /// Answers a request, telling `progress` as it goes. When `cancel` is set, what there is so far is the answer.
+    /// Answers a request, telling `progress` as it goes. When `cancel` is set, what there is so far is the answer;
+    /// what the stages were still to do for it is not waited for.
     ///
     /// # Errors
     /// [`HeadError`].
@@ -301,8 +300,8 @@ impl Head {
         );
         match fed {
             Err(error) if error.is_cancelled() => {
-                self.drain()?;
                 answer.finish_reason = FinishReason::Cancelled;
+                answer.timings.total_seconds = started.elapsed().as_secs_f64();
                 return Ok(answer);
             }
             other => other?,
@@ -310,7 +309,13 @@ impl Head {
         let mut ids = Vec::new();
         while let Some(output) = last.take() {
             let position = total + ids.len();
-            let id = self.choose(&output, request, &ids, position as u32, cancel)?;
+            let id = match self.choose(&output, request, &ids, position as u32, cancel) {
+                Err(error) if error.is_cancelled() => {
+                    answer.finish_reason = FinishReason::Cancelled;
+                    break;
+                }
+                other => other?,
+            };
             ids.push(id);
             answer.tokens.push(token(id, &output, request.sampling.candidates));
             if ids.len() == 1 {
@@ -335,7 +340,6 @@ impl Head {
             self.step(sequence, position, &[id], vec![request.sampling.request(0)])?;
             last = match self.pipeline.receive(cancel) {
                 Err(PipelineError::Cancelled) => {
-                    self.drain()?;
                     answer.finish_reason = FinishReason::Cancelled;
                     break;
                 }
@@ -344,7 +348,9 @@ impl Head {
         }
         answer.text = text.finish(&mut |piece| progress(Progress::Text(piece)));
         answer.timings.total_seconds = started.elapsed().as_secs_f64();
-        answer.timings.decode_seconds = answer.timings.total_seconds - answer.timings.first_token_seconds;
+        if !ids.is_empty() {
+            answer.timings.decode_seconds = answer.timings.total_seconds - answer.timings.first_token_seconds;
+        }
         Ok(answer)
     }
 
@@ -420,9 +426,6 @@ impl Head {
             },
         );
         self.end(sequence);
-        if fed.as_ref().is_err_and(HeadError::is_cancelled) {
-            self.drain()?;
-        }
         fed?;
         Ok(score)
     }

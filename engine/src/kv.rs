@@ -49,6 +49,11 @@ impl PagePool {
         self.free.extend(self.held.remove(&sequence).unwrap_or_default().into_iter().rev());
     }
 
+    /// Whether a sequence has pages.
+    pub fn holds(&self, sequence: SequenceId) -> bool {
+        self.held.contains_key(&sequence)
+    }
+
     /// Pages that nobody holds.
     pub fn free(&self) -> usize {
         self.free.len()

@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use pp_shaders::profile::{HEAD_DIMS, TOP_K, TOP_K_CHUNK};
 use pp_shaders::{Act, BLOCK, Format, KvType, PAGE, Profile, SPLIT};
+use pp_transport::frame::PAYLOAD_BYTES_MAX;
 use thiserror::Error;
 
 use crate::arch::{self, Arch, Bias, UnknownArch};
@@ -95,6 +96,10 @@ pub enum LayoutError {
     RopeDims { dims: usize, head_dim: usize },
     #[error("tensor `{tensor}` is a vector and stored as {found}; vectors are read as F32, F16 or BF16")]
     Vector { tensor: String, found: &'static str },
+    #[error(
+        "{tokens} tokens of {hidden} floats are {bytes} bytes, a frame between stages carries at most {PAYLOAD_BYTES_MAX}: use a --chunk of at most {fits}"
+    )]
+    Frame { tokens: usize, hidden: usize, bytes: usize, fits: usize },
     #[error("one row of `{tensor}` takes {bytes} bytes, but the device binds at most {limit} at a time")]
     Binding { tensor: String, bytes: usize, limit: usize },
     #[error(
@@ -247,12 +252,20 @@ impl StageLayout {
             return Err(LayoutError::HeadDim { found: config.head_dim });
         }
         for (what, width) in [("hidden size", config.hidden), ("intermediate size", config.intermediate)] {
-            if width % 4 != 0 {
+            if !width.is_multiple_of(4) {
                 return Err(LayoutError::Width { what, found: width });
             }
         }
+        // The description of a step is small beside its activations: a sixteenth is more than it ever takes.
+        let (bytes, limit) = (4 * options.chunk * config.hidden, PAYLOAD_BYTES_MAX / 16 * 15);
+        if bytes > limit {
+            let fits = limit / (4 * config.hidden);
+            return Err(LayoutError::Frame { tokens: options.chunk, hidden: config.hidden, bytes, fits });
+        }
         let partial = config.rope.dims != config.head_dim;
-        if config.rope.dims % 8 != 0 || config.rope.dims > config.head_dim || (partial && checkpoint.rope_interleaved())
+        if !config.rope.dims.is_multiple_of(8)
+            || config.rope.dims > config.head_dim
+            || (partial && checkpoint.rope_interleaved())
         {
             return Err(LayoutError::RopeDims { dims: config.rope.dims, head_dim: config.head_dim });
         }
@@ -483,7 +496,7 @@ impl Source<'_> {
         ])?;
         // In turns of 8, what belongs together comes out of one workgroup.
         if let [matrix] = gate_up.as_mut_slice() {
-            matrix.paired = d.intermediate % 8 == 0;
+            matrix.paired = d.intermediate.is_multiple_of(8);
         }
         Ok(LayerLayout {
             index,
@@ -515,8 +528,7 @@ impl Source<'_> {
             }
             return Ok(HeadLayout { norm, matrix: self.embedding()?, shares_embedding: holds_embedding });
         }
-        let tensor = self.checkpoint.require("output.weight", &[self.dims.vocab, self.dims.hidden])?.clone();
-        let matrix = self.matrix(vec![Part { tensor, bias: None, interleaved: None }], 0)?;
+        let matrix = self.matrix(vec![self.part("output", self.dims.vocab, self.dims.hidden, Bias::Optional)?], 0)?;
         Ok(HeadLayout { norm, matrix, shares_embedding: false })
     }
 

@@ -1,107 +1,35 @@
 //! A pipeline in one process: a thread a stage, ports between them, and the head's end of it.
 
+mod device;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender, unbounded};
-use pp_shaders::Profile;
+use crossbeam_channel::{Receiver, Sender, bounded};
 use pp_transport::local::{LocalPort, pair};
 use pp_transport::{Frame, FrameHeader, Port, PortError};
 use thiserror::Error;
 
-use crate::backend::gpu::Gpu;
-use crate::backend::gpu::adapter::Adapter;
-use crate::backend::reference::Reference;
-use crate::backend::{Backend, DeviceError, DeviceLimits};
+use crate::backend::DeviceError;
 use crate::checkpoint::Checkpoint;
 use crate::layout::{LayoutError, StageLayout, StageOptions, StageSpec};
 use crate::message::{self, MessageError, MessageLimits, Outputs, Step};
 use crate::stage::{Stage, message_limits};
 use crate::weights::{LoadError, LoadProgress};
 use crate::worker::{self, Counters, WorkerError, panic_message};
+pub use device::Device;
 
 /// Frames that a link holds before its sender waits.
 const LINK_FRAMES: usize = 2;
+/// What a stage may say before it waits for the head to listen: its progress while it loads, and how it ended.
+const EVENTS_PER_STAGE: usize = 512;
 /// A pipeline that is silent for so long with work in it is taken for dead.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(300);
 /// How often a waiting head looks for failures and cancellation.
 const LOOK: Duration = Duration::from_millis(20);
-
-/// What a stage runs on.
-#[derive(Clone)]
-pub enum Device {
-    /// A Vulkan adapter. `checked`: kernels carry bounds checks.
-    Gpu {
-        /// The adapter.
-        adapter: Adapter,
-        /// Sizes of workgroups and tiles.
-        profile: Profile,
-        /// Whether kernels carry bounds checks.
-        checked: bool,
-    },
-    /// The kernels' twins on the CPU.
-    Reference {
-        /// Sizes that programs are laid out for.
-        profile: Profile,
-    },
-}
-
-impl Device {
-    /// The name, for people.
-    pub fn name(&self) -> String {
-        match self {
-            Device::Gpu { adapter, .. } => adapter.name().to_owned(),
-            Device::Reference { .. } => "reference (twins on the CPU)".to_owned(),
-        }
-    }
-
-    /// What `--device` calls it.
-    pub fn id(&self) -> String {
-        match self {
-            Device::Gpu { adapter, .. } => adapter.id(),
-            Device::Reference { .. } => "reference".to_owned(),
-        }
-    }
-
-    /// Sizes of workgroups and tiles.
-    pub fn profile(&self) -> &Profile {
-        match self {
-            Device::Gpu { profile, .. } | Device::Reference { profile } => profile,
-        }
-    }
-
-    /// Limits of its buffers.
-    pub fn limits(&self) -> DeviceLimits {
-        match self {
-            Device::Gpu { adapter, .. } => {
-                let limits = adapter.raw().limits();
-                DeviceLimits {
-                    binding_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size) as usize,
-                    buffer_bytes: limits.max_buffer_size as usize,
-                }
-            }
-            Device::Reference { .. } => DeviceLimits { binding_bytes: 1 << 30, buffer_bytes: 1 << 30 },
-        }
-    }
-
-    /// Bytes of device memory, where the driver tells.
-    pub fn memory_bytes(&self) -> Option<u64> {
-        match self {
-            Device::Gpu { adapter, .. } => adapter.memory_bytes(),
-            Device::Reference { .. } => None,
-        }
-    }
-
-    fn open(&self) -> Result<Box<dyn Backend>, DeviceError> {
-        Ok(match self {
-            Device::Gpu { adapter, profile, checked } => Box::new(Gpu::open(adapter, *profile, *checked)?),
-            Device::Reference { profile } => Box::new(Reference::new(*profile, self.limits().binding_bytes)),
-        })
-    }
-}
 
 /// Where a failed stage was.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -139,6 +67,8 @@ pub enum PipelineError {
     Stage { stage: StageName, error: WorkerError },
     #[error("the tail's answer was refused: {0}")]
     Message(#[from] MessageError),
+    #[error("the tail answered step {found} where {expected:?} was due")]
+    Order { expected: Option<u64>, found: u64 },
     #[error("no answer from the pipeline within {seconds} s")]
     Silent { seconds: u64 },
     #[error("cancelled")]
@@ -198,7 +128,8 @@ pub struct Pipeline {
     threads: Vec<JoinHandle<()>>,
     stop: Arc<AtomicBool>,
     limits: MessageLimits,
-    epoch: u64,
+    /// Raised by the head alone; the stages drop what is older.
+    epoch: Arc<AtomicU64>,
     next_step: u64,
     in_flight: VecDeque<u64>,
     in_flight_max: usize,
@@ -232,12 +163,13 @@ impl Pipeline {
             stages.push(stage);
         }
         let limits = message_limits(layouts.last().expect("a pipeline has stages"));
-        // The tail answers every frame; its link holds all that may be in flight, so nobody waits for the head.
+        // The tail answers every frame; its link holds all that may be in flight, and one answer that was on its way
+        // when the head gave up what was in flight before: nobody waits for the head.
         let in_flight_max = LINK_FRAMES * specs.len() + 1;
         let (to_first, mut upstream) = pair(LINK_FRAMES);
-        let (to_head, from_tail) = pair(in_flight_max);
+        let (to_head, from_tail) = pair(in_flight_max + 1);
         let mut to_head = Some(to_head);
-        let (tell, events) = unbounded();
+        let (tell, events) = bounded(EVENTS_PER_STAGE * specs.len());
         let stop = Arc::new(AtomicBool::new(false));
         let mut pipeline = Pipeline {
             stages,
@@ -249,7 +181,7 @@ impl Pipeline {
             threads: Vec::new(),
             stop,
             limits,
-            epoch: 1,
+            epoch: Arc::new(AtomicU64::new(1)),
             next_step: 0,
             in_flight: VecDeque::new(),
             in_flight_max,
@@ -273,7 +205,7 @@ impl Pipeline {
                 tell: tell.clone(),
                 stop: pipeline.stop.clone(),
                 counters,
-                epoch: pipeline.epoch,
+                epoch: pipeline.epoch.clone(),
             };
             let handle = std::thread::Builder::new().name(format!("stage-{index}")).spawn(move || thread.run(layout));
             pipeline.threads.push(handle.expect("the system can start a thread"));
@@ -354,7 +286,7 @@ impl Pipeline {
     /// When there is no [`Pipeline::room`].
     pub fn send(&mut self, step: &Step) -> Result<(), PipelineError> {
         assert!(self.room() > 0, "more micro-batches than the pipe holds");
-        let header = FrameHeader { epoch: self.epoch, step: self.next_step, micro_batch: 0 };
+        let header = FrameHeader { epoch: self.epoch(), step: self.next_step, micro_batch: 0 };
         let frame = Frame { header, payload: message::encode(step, &[]) };
         let port = self.to_first.as_mut().expect("open until dropped");
         if port.send(frame).is_err() {
@@ -365,6 +297,19 @@ impl Pipeline {
         Ok(())
     }
 
+    fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Relaxed)
+    }
+
+    /// Gives up all that is in flight, and every sequence: the stages finish the micro-batch they are at, drop what
+    /// else was sent until now, and forget their page tables. Does not wait for them.
+    pub fn abandon(&mut self) {
+        self.epoch.fetch_add(1, Ordering::Relaxed);
+        self.in_flight.clear();
+        // Answers that nobody wants make room for those to come.
+        while self.from_tail.receive(Duration::ZERO).is_ok() {}
+    }
+
     /// The answer to the oldest micro-batch in flight.
     ///
     /// # Errors
@@ -373,9 +318,12 @@ impl Pipeline {
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         loop {
             match self.from_tail.receive(LOOK) {
-                Ok(frame) if frame.header.epoch != self.epoch => {}
+                Ok(frame) if frame.header.epoch != self.epoch() => {}
                 Ok(frame) => {
-                    self.in_flight.pop_front();
+                    let expected = self.in_flight.pop_front();
+                    if expected != Some(frame.header.step) {
+                        return Err(PipelineError::Order { expected, found: frame.header.step });
+                    }
                     return Ok(message::decode_outputs(&frame.payload, &self.limits)?);
                 }
                 Err(PortError::Timeout { .. }) => {
@@ -409,6 +357,7 @@ impl Drop for Pipeline {
     /// Ends the stages and waits for them, so that devices are closed before the program ends.
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
+        self.abandon();
         self.to_first = None;
         // Whoever waits to hand something on is let go.
         while self.threads.iter().any(|thread| !thread.is_finished()) {
@@ -430,7 +379,7 @@ struct StageThread {
     tell: Sender<Event>,
     stop: Arc<AtomicBool>,
     counters: Arc<Counters>,
-    epoch: u64,
+    epoch: Arc<AtomicU64>,
 }
 
 impl StageThread {
@@ -446,7 +395,7 @@ impl StageThread {
                 &mut stage,
                 &mut self.upstream,
                 &mut self.downstream,
-                self.epoch,
+                &self.epoch,
                 &self.counters,
                 &self.stop,
             );

@@ -175,3 +175,6 @@ fn k_scale(packed: &[u8], j: usize) -> (u8, u8) {
 fn k_nibbles(quants: &[u8], part: usize) -> [u8; 32] {
     std::array::from_fn(|l| quants[32 * (part / 2) + l] >> (4 * (part % 2)) & 15)
 }
+
+#[cfg(test)]
+mod tests;

@@ -151,8 +151,9 @@ fn apportion(ratios: &[f64], layers: usize) -> Vec<usize> {
     counts
 }
 
-/// The contiguous division with the smallest largest stage, by bytes; of equal ones, that whose earlier stages hold
-/// more. Dynamic programming over (stages, layers): O(stages · layers²).
+/// The contiguous division with the smallest largest stage, by bytes; of those the one with the smallest sum of squares,
+/// and of equal ones that whose earlier stages hold more. Dynamic programming over (stages, layers), twice:
+/// O(stages · layers²).
 fn balance(costs: &Costs, stages: usize) -> Vec<usize> {
     let layers = costs.layers.len();
     let mut sums = vec![0u64; layers + 1];
@@ -160,20 +161,35 @@ fn balance(costs: &Costs, stages: usize) -> Vec<usize> {
         sums[i + 1] = sums[i].saturating_add(*bytes);
     }
     let stage_bytes = |stage: usize, from: usize, to: usize| {
-        let ends = if stage == 0 { costs.first } else { 0 } + if stage + 1 == stages { costs.last } else { 0 };
-        sums[to] - sums[from] + ends
+        let first = if stage == 0 { costs.first } else { 0 };
+        let last = if stage + 1 == stages { costs.last } else { 0 };
+        u128::from(sums[to] - sums[from]) + u128::from(first) + u128::from(last)
     };
-    // best[stage][to]: (largest stage, first layer of `stage`) when stages 0..=stage hold layers 0..to.
-    let mut best = vec![vec![(u64::MAX, 0usize); layers + 1]; stages];
-    for to in 1..=layers {
-        best[0][to] = (stage_bytes(0, 0, to), 0);
+    let (largest, _) = cheapest(stages, layers, stage_bytes, u128::max);
+    let square = |stage, from, to| match stage_bytes(stage, from, to) {
+        bytes if bytes > largest => u128::MAX,
+        bytes => bytes.saturating_mul(bytes),
+    };
+    cheapest(stages, layers, square, u128::saturating_add).1
+}
+
+/// The cheapest contiguous division and its cost: `join` of `cost(stage, first layer, end)` over the stages.
+fn cheapest(
+    stages: usize,
+    layers: usize,
+    cost: impl Fn(usize, usize, usize) -> u128,
+    join: fn(u128, u128) -> u128,
+) -> (u128, Vec<usize>) {
+    // best[stage][to]: (cost, first layer of `stage`) when stages 0..=stage hold layers 0..to.
+    let mut best = vec![vec![(u128::MAX, 0usize); layers + 1]; stages];
+    for (to, entry) in best[0].iter_mut().enumerate().skip(1) {
+        *entry = (cost(0, 0, to), 0);
     }
     for stage in 1..stages {
         for to in stage + 1..=layers {
-            best[stage][to] = (stage..to)
-                .map(|from| (best[stage - 1][from].0.max(stage_bytes(stage, from, to)), from))
-                .min_by(|a, b| a.0.cmp(&b.0).then(b.1.cmp(&a.1)))
-                .unwrap_or((u64::MAX, 0));
+            let choices = (stage..to).map(|from| (join(best[stage - 1][from].0, cost(stage, from, to)), from));
+            let choice = choices.min_by(|a, b| a.0.cmp(&b.0).then(b.1.cmp(&a.1)));
+            best[stage][to] = choice.unwrap_or((u128::MAX, 0));
         }
     }
     let mut counts = vec![0; stages];
@@ -183,7 +199,7 @@ fn balance(costs: &Costs, stages: usize) -> Vec<usize> {
         counts[stage] = to - from;
         to = from;
     }
-    counts
+    (best[stages - 1][layers].0, counts)
 }
 
 #[cfg(test)]

@@ -96,6 +96,11 @@ impl Stage {
         self.weights.read_bytes
     }
 
+    /// Forgets every sequence: the head has given up what was under way, and begins anew.
+    pub fn forget_sequences(&mut self) {
+        self.tables.clear();
+    }
+
     /// Bounds of the messages that it takes.
     pub fn message_limits(&self) -> MessageLimits {
         message_limits(&self.layout)

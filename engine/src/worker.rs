@@ -41,7 +41,10 @@ pub enum WorkerError {
     Panic(String),
 }
 
-/// Runs `stage` between two ports until upstream closes or `stop` is set. Frames of another epoch are dropped.
+/// Runs `stage` between two ports until upstream closes or `stop` is set.
+///
+/// Frames of an epoch before `epoch`, which the head may raise at any time, are dropped without work; so is the
+/// result of a step that became old while it ran. With the first frame of a newer epoch all sequences are forgotten.
 ///
 /// # Errors
 /// [`WorkerError`]; the stage is not used again.
@@ -49,25 +52,27 @@ pub fn run(
     stage: &mut Stage,
     upstream: &mut dyn Port,
     downstream: &mut dyn Port,
-    epoch: u64,
+    epoch: &AtomicU64,
     counters: &Arc<Counters>,
     stop: &AtomicBool,
 ) -> Result<(), WorkerError> {
     let limits = stage.message_limits();
     let first = stage.layout().spec.is_first();
+    let mut current = epoch.load(Ordering::Relaxed);
     while !stop.load(Ordering::Relaxed) {
         let frame = match upstream.receive(IDLE) {
             Ok(frame) => frame,
             Err(PortError::Timeout { .. }) => continue,
             Err(_) => return Ok(()),
         };
-        if frame.header.epoch != epoch {
-            tracing::warn!(
-                stage = stage.layout().spec.index,
-                epoch = frame.header.epoch,
-                "dropped a frame of another epoch"
-            );
+        let of = frame.header.epoch;
+        if of < current.max(epoch.load(Ordering::Relaxed)) {
+            tracing::debug!(stage = stage.layout().spec.index, epoch = of, "dropped a frame of an older epoch");
             continue;
+        }
+        if of > current {
+            stage.forget_sequences();
+            current = of;
         }
         let started = Instant::now();
         let (step, hidden) = message::decode_step(&frame.payload, &limits, first)?;
@@ -83,6 +88,9 @@ pub fn run(
         counters.steps.fetch_add(1, Ordering::Relaxed);
         counters.tokens.fetch_add(tokens, Ordering::Relaxed);
         counters.sent_bytes.fetch_add(payload.len() as u64, Ordering::Relaxed);
+        if of < epoch.load(Ordering::Relaxed) {
+            continue;
+        }
         if downstream.send(Frame { header: frame.header, payload }).is_err() {
             return Err(WorkerError::Neighbour);
         }

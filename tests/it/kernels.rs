@@ -63,9 +63,9 @@ fn check(device: &mut dyn Backend, case: &Case) {
             panic!("{} on {}, buffer {buffer}: {message}", case.name, device.name());
         }
     }
-    for buffer in 0..found.len() {
+    for (buffer, (found, before)) in found.iter().zip(&case.buffers).enumerate() {
         if !case.outputs.iter().any(|(output, _)| *output == buffer) {
-            assert_eq!(found[buffer], case.buffers[buffer], "{}: buffer {buffer} is only read", case.name);
+            assert_eq!(found, before, "{}: buffer {buffer} is only read", case.name);
         }
     }
 }

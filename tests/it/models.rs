@@ -1,9 +1,18 @@
 //! Models against logits that Hugging Face transformers computed (tests/data/make_tiny.py).
 
+use std::sync::atomic::AtomicBool;
+
+use pp_engine::backend::Backend;
+use pp_engine::backend::reference::Reference;
 use pp_engine::checkpoint::Checkpoint;
+use pp_engine::head::Head;
+use pp_engine::layout::{StageLayout, StageOptions, StageSpec};
+use pp_engine::message::{OutputRequest, Span, Step};
+use pp_engine::pipeline::Pipeline;
+use pp_engine::stage::{Stage, StageOutput};
 use pp_shaders::Profile;
 
-use crate::support::{checkpoint, data, exact, floats, gpu, head, ids, json, twins};
+use crate::support::{checkpoint, data, exact, floats, gpu, head, ids, json, swiftshader, twins};
 
 /// max |Δ logit| of the exact mode, as a share of max |logit|: float32 rounding in another order.
 const TOLERANCE: f64 = 1e-4;
@@ -67,4 +76,86 @@ fn the_software_profile_computes_what_transformers_does() {
 #[test]
 fn the_card_profile_computes_what_transformers_does() {
     tiny().iter().for_each(|(model, golden)| check(model, golden, &gpu(Profile::CARD)));
+}
+
+/// The bits of all logits of a recorded case.
+fn bits(model: &str, split: &[usize], device: &pp_engine::pipeline::Device, chunk: usize) -> Vec<Vec<u32>> {
+    let checkpoint = checkpoint(model);
+    let mut head = head(&checkpoint, split, exact(128), device);
+    let ids = ids(&json(&format!("{model}/golden.json"))["cases"][1]["ids"]);
+    let rows = head.logits(&ids, chunk).unwrap();
+    rows.iter().map(|row| row.iter().map(|logit| logit.to_bits()).collect()).collect()
+}
+
+#[test]
+fn a_33_layer_model_is_the_same_in_any_number_of_stages() {
+    let model = "tiny/llama-33";
+    for device in [twins(), gpu(Profile::SOFTWARE), gpu(Profile::CARD)] {
+        let one = bits(model, &[33], &device, 128);
+        for split in [vec![9, 8, 8, 8], vec![30, 1, 1, 1]] {
+            assert!(bits(model, &split, &device, 128) == one, "{split:?} on {}", device.name());
+        }
+        assert!(bits(model, &[16, 17], &device, 7) == one, "chunks of 7 on {}", device.name());
+    }
+    assert!(bits(model, &[1; 33], &twins(), 128) == bits(model, &[33], &twins(), 128));
+}
+
+/// Two stages on two drivers that share nothing but the host: one Mesa's, one SwiftShader.
+#[test]
+fn a_pipeline_may_mix_drivers() {
+    let checkpoint = checkpoint("tiny/qwen3");
+    let swiftshader = swiftshader().expect("SwiftShader was not found; scripts/test.sh installs it");
+    let devices = [
+        gpu(Profile::SOFTWARE),
+        pp_engine::pipeline::Device::Gpu { adapter: swiftshader, profile: Profile::CARD, checked: true },
+    ];
+    assert_ne!(devices[0].name(), devices[1].name());
+    let layers = checkpoint.config.layers;
+    let specs = StageSpec::pipeline(&[1, layers - 1]);
+    let pipeline = Pipeline::open(&checkpoint, &specs, exact(128), &devices, &mut |_, _| {}, &AtomicBool::new(false));
+    let mut head = Head::new(pipeline.unwrap());
+    for case in json("tiny/qwen3/golden.json")["cases"].as_array().unwrap() {
+        let rows = head.logits(&ids(&case["ids"]), 128).unwrap();
+        let expected = floats(&case["logits_last"]);
+        let bound = TOLERANCE * case["max_abs_logit"].as_f64().unwrap();
+        let worst =
+            expected.iter().zip(rows.last().unwrap()).map(|(e, f)| (e - f64::from(*f)).abs()).fold(0.0, f64::max);
+        assert!(worst <= bound, "max |Δ logit| {worst:.2e} over {bound:.2e}");
+    }
+}
+
+/// A binding limit far below the tensors' sizes: matrices and caches come in several buffers.
+#[test]
+fn tensors_larger_than_a_binding_are_cut() {
+    let model = "tiny/llama-untied";
+    let checkpoint = checkpoint(model);
+    let case = &json(&format!("{model}/golden.json"))["cases"][1];
+    let ids = ids(&case["ids"]);
+    let options = StageOptions { chunk: ids.len(), ..exact(192) };
+    let run = |limit: usize| {
+        let specs = StageSpec::pipeline(&[checkpoint.config.layers]);
+        let backend = Box::new(Reference::new(Profile::CARD, limit));
+        let layout =
+            StageLayout::new(&checkpoint, specs[0].clone(), options, &Profile::CARD, backend.limits()).unwrap();
+        let cut = layout.kv_groups.len() > 1 && layout.embedding.as_ref().unwrap().chunks.len() > 1;
+        let mut stage = Stage::open(&checkpoint, layout, backend, &mut |_| true).unwrap();
+        let outputs = vec![OutputRequest {
+            row: ids.len() as u32 - 1,
+            target: 0,
+            top_k: 1,
+            inverse_temperature: 1.0,
+            whole_row: true,
+        }];
+        let spans = vec![Span { sequence: 1, start: 0, count: ids.len() as u32, new_pages: vec![0, 1] }];
+        let step = Step { spans, ids: ids.clone(), outputs, ..Step::default() };
+        let StageOutput::Outputs(outputs) = stage.step(&step, &[]).unwrap() else {
+            panic!("the stage is the last one")
+        };
+        (cut, outputs.outputs[0].row.clone().unwrap())
+    };
+    let (whole_is_cut, whole) = run(1 << 30);
+    // Room for the buffers between kernels, but neither for the embedding nor for the keys of both heads.
+    let (cut, found) = run(62_000);
+    assert!(!whole_is_cut && cut, "the small limit cuts, the large one does not");
+    assert_eq!(whole, found);
 }

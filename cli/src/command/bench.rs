@@ -3,12 +3,14 @@
 //! A repetition at depth d is one request: a prompt of d + prompt tokens, of which those after position d are timed,
 //! then the answer, greedy and not ended by the model. Ids are made up; what they are does not change the work.
 
+mod roofline;
+
 use std::process::ExitCode;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use anyhow::Result;
 use pp_engine::head::{FinishReason, Head, Progress, Request};
-use pp_engine::pipeline::Device;
 use pp_engine::sampler::Sampling;
 use pp_engine::tokenizer::Tokenizer;
 use serde::Serialize;
@@ -19,6 +21,7 @@ use crate::output::{Out, Report, table};
 use crate::plan::{self, Plan};
 use crate::report::{Spread, StageRow, stage_table};
 use crate::{cancel, report};
+use roofline::Roofline;
 
 /// Measures and tells.
 pub fn run(args: &BenchArgs) -> Result<ExitCode> {
@@ -52,20 +55,27 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode> {
     let seconds = started.elapsed().as_secs_f64();
     let report = BenchReport::new(&plan, args, depths, load_seconds, seconds, report::stages(head.pipeline()));
     drop(head);
-    out.result(&BenchReport { roofline: roofline(&plan.devices), ..report })?;
+    let roofline = if args.no_roofline { None } else { measure_roofline(&plan, args.prompt_tokens, &out)? };
+    out.result(&BenchReport { roofline, ..report })?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// What a device could do at most: its measured copy bandwidth and int8-dot rate, and each kernel's share of them.
-///
-/// Not measured yet.
-fn roofline(_devices: &[Device]) -> Option<Roofline> {
-    None
+/// The roofline; what was measured before is not lost when it fails.
+fn measure_roofline(plan: &Plan, prompt: usize, out: &Out) -> Result<Option<Roofline>> {
+    match roofline::measure(plan, prompt, out) {
+        Err(_) if cancel::flag().load(Ordering::Relaxed) => Err(cancelled()),
+        Err(error) => {
+            out.note(&format!("roofline: given up: {error:#}"));
+            Ok(None)
+        }
+        measured => measured,
+    }
 }
 
-/// The measured limits of a device.
-#[derive(Debug, Serialize)]
-struct Roofline {}
+/// The id at a place of a made-up prompt: multiples of a prime, so that none repeats soon.
+fn made_up_id(place: usize, vocab: usize) -> u32 {
+    ((place as u64 * 7919 + 13) % vocab as u64) as u32
+}
 
 struct Bench<'a> {
     plan: &'a Plan,
@@ -102,11 +112,10 @@ impl Bench<'_> {
     }
 
     fn once(&self, head: &mut Head) -> Result<Run> {
-        let vocab = self.plan.checkpoint.config.vocab as u64;
+        let vocab = self.plan.checkpoint.config.vocab;
         let (total, from) = (self.depth + self.args.prompt_tokens, self.timed_from());
         let request = Request {
-            // Multiples of a prime: no id repeats soon.
-            prompt: (0..total as u64).map(|i| ((i * 7919 + 13) % vocab) as u32).collect(),
+            prompt: (0..total).map(|place| made_up_id(place, vocab)).collect(),
             // The first token belongs to the prompt's time.
             max_tokens: self.args.gen_tokens + 1,
             sampling: Sampling::default(),
@@ -164,6 +173,7 @@ struct BenchReport {
     /// Seconds of all repetitions, which the stages' busy time is a share of.
     seconds: f64,
     stages: Vec<StageRow>,
+    /// What the devices could do at most; null on request, and without a GPU.
     roofline: Option<Roofline>,
 }
 
@@ -218,8 +228,9 @@ impl Report for BenchReport {
                 ]
             })
             .collect();
+        let roofline = self.roofline.as_ref().map_or(String::new(), |roofline| format!("\n\n{}", roofline.text()));
         format!(
-            "{}\nprompt {} tokens, answer {} tokens, {} repetitions: median (min-max)   activations {}   KV {}\n\n{}\n\n{}",
+            "{}\nprompt {} tokens, answer {} tokens, {} repetitions: median (min-max)   activations {}   KV {}\n\n{}\n\n{}{roofline}",
             self.model,
             self.prompt_tokens,
             self.gen_tokens,

@@ -1,17 +1,21 @@
 //! Every adapter of this machine.
 
+use std::panic::AssertUnwindSafe;
 use std::process::ExitCode;
 
 use anyhow::Result;
+use pp_engine::backend::gpu::Gpu;
 use pp_engine::backend::gpu::adapter::{Adapter, AdapterError};
+use pp_engine::backend::selftest;
+use pp_engine::worker::panic_message;
 use serde::Serialize;
 
 use crate::args::DevicesArgs;
 use crate::output::{Out, Report, bytes};
+use crate::plan;
 
 /// Features that the kernels or their clocks make use of.
-const FEATURES: [&str; 5] =
-    ["SUBGROUP", "SHADER_F16", "IMMEDIATES", "TIMESTAMP_QUERY", "TIMESTAMP_QUERY_INSIDE_PASSES"];
+const FEATURES: [&str; 4] = ["IMMEDIATES", "SHADER_INT64", "TIMESTAMP_QUERY", "TIMESTAMP_QUERY_INSIDE_PASSES"];
 /// The one feature that nothing works without.
 const NEEDED: &str = "IMMEDIATES";
 
@@ -39,7 +43,7 @@ struct DevicesReport {
 #[derive(Debug, Serialize)]
 struct Row {
     index: usize,
-    /// What `--device` takes and what stays the same when another adapter is added: the PCI address, else the index.
+    /// What `--device` takes and what stays the same when another adapter is added.
     id: String,
     pci_id: Option<String>,
     name: String,
@@ -70,7 +74,9 @@ struct Limits {
 #[derive(Debug, Serialize)]
 struct SelfTest {
     ok: bool,
-    kernels: usize,
+    /// Dispatches compared with the twins.
+    checked: usize,
+    seconds: Option<f64>,
     error: Option<String>,
 }
 
@@ -81,14 +87,11 @@ impl Row {
         let has: Vec<&str> = adapter.raw().features().iter_names().map(|(name, _)| name).collect();
         let features: Vec<String> =
             FEATURES.iter().filter(|name| has.contains(name)).map(|name| (*name).to_owned()).collect();
-        let tested = if test { selftest(adapter) } else { None };
-        let selftest = tested.map(|result| match result {
-            Ok(kernels) => SelfTest { ok: true, kernels, error: None },
-            Err(error) => SelfTest { ok: false, kernels: 0, error: Some(error) },
-        });
+        let usable = features.iter().any(|feature| feature == NEEDED);
+        let selftest = (test && usable).then(|| SelfTest::of(adapter));
         Row {
             index: adapter.index(),
-            id: adapter.id(),
+            id: adapter.id().to_owned(),
             pci_id: Some(adapter.pci_id().to_owned()).filter(|id| !id.is_empty()),
             name: adapter.name().to_owned(),
             kind: kind(&format!("{:?}", info.device_type)),
@@ -128,10 +131,7 @@ fn why(adapter: &Adapter, features: &[String], selftest: Option<&SelfTest>, defa
     if selftest.is_some_and(|test| !test.ok) {
         return "not to be trusted: its driver computes kernels wrongly; try another driver version".to_owned();
     }
-    let name = match adapter.pci_id() {
-        "" => format!("--device {}", adapter.index()),
-        pci => format!("--device {pci}"),
-    };
+    let name = format!("--device {}", adapter.id());
     match (default, adapter.is_software(), hardware) {
         (true, false, _) => "used by default: it is a hardware adapter".to_owned(),
         (true, true, _) => "used by default: there is no hardware adapter".to_owned(),
@@ -140,10 +140,30 @@ fn why(adapter: &Adapter, features: &[String], selftest: Option<&SelfTest>, defa
     }
 }
 
-/// Runs every kernel on the adapter and compares it with its twin: the number of kernels checked, or what differs.
-/// None where there is no such test.
-fn selftest(_adapter: &Adapter) -> Option<Result<usize, String>> {
-    None
+impl SelfTest {
+    /// Runs every kernel on the adapter, as a stage would, and compares it with its twin.
+    fn of(adapter: &Adapter) -> SelfTest {
+        let failed = |error: String| SelfTest { ok: false, checked: 0, seconds: None, error: Some(error) };
+        let mut gpu = match Gpu::open(adapter, adapter.profile(), plan::checked()) {
+            Ok(gpu) => gpu,
+            Err(error) => return failed(error.to_string()),
+        };
+        // A driver that makes wgpu panic has failed the test; the other adapters are still to be told of.
+        match std::panic::catch_unwind(AssertUnwindSafe(|| selftest::run(&mut gpu))) {
+            Ok(Ok(done)) => SelfTest { ok: true, checked: done.checked, seconds: Some(done.seconds), error: None },
+            Ok(Err(error)) => failed(error.to_string()),
+            Err(panic) => failed(panic_message(panic.as_ref())),
+        }
+    }
+
+    fn text(&self) -> String {
+        match (&self.error, self.seconds) {
+            (Some(error), _) => format!("FAILED: {error}"),
+            (None, seconds) => {
+                format!("passed: {} dispatches as their twins ({:.1} s)", self.checked, seconds.unwrap_or(0.0))
+            }
+        }
+    }
 }
 
 impl Report for DevicesReport {
@@ -158,14 +178,11 @@ impl Row {
         let [min, max] = [self.subgroup_sizes.0, self.subgroup_sizes.1];
         let subgroup =
             if min == max { format!(" (subgroups of {min})") } else { format!(" (subgroups of {min}-{max})") };
-        let selftest = match &self.selftest {
-            None => "not done".to_owned(),
-            Some(SelfTest { ok: true, kernels, .. }) => format!("passed, {kernels} kernels"),
-            Some(SelfTest { error, .. }) => format!("FAILED: {}", error.as_deref().unwrap_or("no reason given")),
-        };
+        let selftest = self.selftest.as_ref().map_or("not done".to_owned(), SelfTest::text);
         let pci = self.pci_id.as_ref().map_or(String::new(), |id| format!("  PCI {id}"));
         let lines = [
             format!("{}  {}", self.index, self.name),
+            format!("   id         {}", self.id),
             format!("   type       {}{pci}", self.kind),
             format!("   driver     {} {}", self.driver, self.driver_info),
             format!("   memory     {}", self.memory_bytes.map_or("unknown".to_owned(), bytes)),

@@ -36,7 +36,7 @@ pub struct Gpu {
     buffers: Vec<wgpu::Buffer>,
     layouts: HashMap<Vec<(u32, Access)>, (wgpu::BindGroupLayout, wgpu::PipelineLayout)>,
     pipelines: HashMap<Variant, wgpu::ComputePipeline>,
-    bind_groups: HashMap<(Vec<(u32, Access)>, Vec<BufferId>), wgpu::BindGroup>,
+    bind_groups: HashMap<BindGroupKey, wgpu::BindGroup>,
     programs: Vec<Prepared>,
     /// Two read-back buffers, used in turn: a recorded step names the one it will use.
     staging: [Option<wgpu::Buffer>; 2],
@@ -46,6 +46,9 @@ pub struct Gpu {
     allocated: u64,
     errors: Arc<Mutex<Option<DeviceError>>>,
 }
+
+/// A layout and what is bound to it.
+type BindGroupKey = (Vec<(u32, Access)>, Vec<BufferId>);
 
 struct Prepared {
     program: Program,

@@ -2,8 +2,8 @@
 //
 // n[0]: rounds of a thread. Every thread leaves one word, so that no compiler can leave its work out.
 @group(0) @binding(0) var<storage, read> n: array<u32>;
-@group(0) @binding(1) var<storage, read> from: array<vec4<u32>>;
-@group(0) @binding(2) var<storage, read_write> to: array<u32>;
+@group(0) @binding(1) var<storage, read> source: array<vec4<u32>>;
+@group(0) @binding(2) var<storage, read_write> sink: array<u32>;
 
 // Reads n[0] vectors of 16 bytes a thread; a workgroup reads one contiguous range, neighbouring lanes neighbouring
 // vectors.
@@ -18,9 +18,9 @@ fn read_all(
     var sum = vec4<u32>();
     for (var i = 0u; i < rounds; i += 4u) {
         let at = first + i * 64u;
-        sum += (from[at] ^ from[at + 64u]) + (from[at + 128u] ^ from[at + 192u]);
+        sum += (source[at] ^ source[at + 64u]) + (source[at + 128u] ^ source[at + 192u]);
     }
-    to[thread.x] = sum.x ^ sum.y ^ sum.z ^ sum.w;
+    sink[thread.x] = sum.x ^ sum.y ^ sum.z ^ sum.w;
 }
 
 fn dots(w: u32, x: vec4<u32>) -> vec4<i32> {
@@ -31,10 +31,10 @@ fn dots(w: u32, x: vec4<u32>) -> vec4<i32> {
 @compute @workgroup_size(64)
 fn int8_dots(@builtin(global_invocation_id) thread: vec3<u32>) {
     let rounds = n[0];
-    let x0 = from[thread.x % 64u];
-    let x1 = from[thread.x % 64u + 1u];
-    let x2 = from[thread.x % 64u + 2u];
-    let x3 = from[thread.x % 64u + 3u];
+    let x0 = source[thread.x % 64u];
+    let x1 = source[thread.x % 64u + 1u];
+    let x2 = source[thread.x % 64u + 2u];
+    let x3 = source[thread.x % 64u + 3u];
     var w = thread.x;
     var a0 = vec4<i32>();
     var a1 = vec4<i32>();
@@ -48,7 +48,7 @@ fn int8_dots(@builtin(global_invocation_id) thread: vec3<u32>) {
         w += 0x01030507u;
     }
     let sum = a0 + a1 + a2 + a3;
-    to[thread.x] = bitcast<u32>(sum.x ^ sum.y ^ sum.z ^ sum.w);
+    sink[thread.x] = bitcast<u32>(sum.x ^ sum.y ^ sum.z ^ sum.w);
 }
 
 // Sixteen independent chains of multiply-adds: 16 * 2 operations a round.
@@ -56,8 +56,8 @@ fn int8_dots(@builtin(global_invocation_id) thread: vec3<u32>) {
 fn float_fmas(@builtin(global_invocation_id) thread: vec3<u32>) {
     let rounds = n[0];
     // Near 1 and near 0: the chains neither vanish nor overflow.
-    let m = vec4<f32>(1.0) - vec4<f32>(from[thread.x % 64u] & vec4<u32>(255u)) * 1e-6;
-    let b = vec4<f32>(from[thread.x % 64u + 1u] & vec4<u32>(255u)) * 1e-6;
+    let m = vec4<f32>(1.0) - vec4<f32>(source[thread.x % 64u] & vec4<u32>(255u)) * 1e-6;
+    let b = vec4<f32>(source[thread.x % 64u + 1u] & vec4<u32>(255u)) * 1e-6;
     var a0 = vec4<f32>(0.1);
     var a1 = vec4<f32>(0.2);
     var a2 = vec4<f32>(0.3);
@@ -69,5 +69,5 @@ fn float_fmas(@builtin(global_invocation_id) thread: vec3<u32>) {
         a3 = fma(a3, m, b);
     }
     let sum = a0 + a1 + a2 + a3;
-    to[thread.x] = bitcast<u32>(sum.x + sum.y + sum.z + sum.w);
+    sink[thread.x] = bitcast<u32>(sum.x + sum.y + sum.z + sum.w);
 }

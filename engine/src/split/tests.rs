@@ -49,7 +49,6 @@ fn what_the_user_asked_for_is_obeyed_or_refused() {
 #[test]
 fn embedding_and_head_weigh_on_the_ends() {
     let heavy = Costs { layers: vec![10; 12], first: 30, last: 30 };
-    assert_eq!(Split::Auto.resolve(Some(4), &heavy), Ok(vec![2, 5, 4, 1]).map(|_: Vec<usize>| balance(&heavy, 4)));
     let counts = balance(&heavy, 4);
     assert!(counts[0] < counts[1] && counts[3] < counts[2], "{counts:?}");
 }

@@ -27,7 +27,6 @@ pub(super) fn store(act: Act, values: &[f32], token: usize, layout: Layout, word
 }
 
 /// The same for some of the token's blocks; `values` begins with the first of them.
-#[expect(clippy::too_many_arguments, reason = "what a kernel has at hand")]
 pub(super) fn store_from(
     act: Act,
     values: &[f32],

@@ -1,4 +1,3 @@
-
 // The 32 unscaled values of a block, as floats.
 fn block_values(index: u32) -> array<vec4<f32>, 8> {
     let w = block_words(index);

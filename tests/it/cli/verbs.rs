@@ -111,7 +111,28 @@ fn bench_tells_rates_at_every_depth() {
         }
     }
     assert_eq!((&found["depths"][1]["depth"], &found["depths"][1]["prefill_from"]), (&32.into(), &32.into()));
-    assert!(found["stages"].is_array() && found.get("roofline").is_some());
+    assert!(found["stages"].is_array());
+    let roofline = &found["roofline"];
+    for key in ["copy_bytes_per_s", "read_bytes_per_s", "int8_ops_per_s", "f32_flops_per_s"] {
+        assert!(roofline[key].as_f64() > Some(1e6), "{key}: {roofline}");
+    }
+    assert_eq!((&roofline["decode_position"], &roofline["prefill_tokens"]), (&16.into(), &16.into()));
+    for step in ["decode", "prefill"] {
+        let kernels = roofline[step].as_array().expect("an array");
+        // Some drivers have no clock for single dispatches.
+        assert_eq!(roofline["timestamps"] == true, !kernels.is_empty());
+        for kernel in kernels {
+            assert!(kernel["calls"].as_u64() > Some(0) && kernel["seconds"].as_f64() >= Some(0.0), "{kernel}");
+            assert_eq!(kernel["floor_seconds"].is_null(), kernel["weight_bytes"] == 0, "{kernel}");
+        }
+        let calls = |role: &str| {
+            let of_role = kernels.iter().filter(|kernel| kernel["role"] == role);
+            of_role.map(|kernel| kernel["calls"].as_u64().unwrap()).sum::<u64>()
+        };
+        assert!(kernels.is_empty() || calls("ffn_down") == 2, "one a layer: {roofline}");
+    }
+    let text = stdout(&succeeded(&[&arguments[..], &["--no-roofline"]].concat()));
+    assert!(text.contains("decode tokens/s") && !text.contains("at most"), "{text}");
 }
 
 #[test]
@@ -127,7 +148,21 @@ fn devices_lists_every_adapter() {
         assert!(device["limits"]["binding_bytes"].as_u64() > Some(0), "{device}");
     }
     let text = stdout(&succeeded(&["devices", "--no-selftest"]));
-    assert!(text.contains("type ") && text.contains("driver "), "{text}");
+    assert!(text.contains("type ") && text.contains("driver ") && text.contains("self-test  not done"), "{text}");
+    // Ids are what --device takes.
+    let id = devices[0]["id"].as_str().expect("a text");
+    let ran = object(&["-m", &model("tiny/llama-tied"), "-n", "1", "--device", id, "hello"]);
+    assert_eq!(ran["stages"][0]["device_id"], id);
+}
+
+#[test]
+fn every_adapter_passes_the_self_test() {
+    let found = object(&["devices"]);
+    for device in found["devices"].as_array().expect("an array") {
+        let selftest = &device["selftest"];
+        assert_eq!((&selftest["ok"], &selftest["error"]), (&true.into(), &Value::Null), "{device}");
+        assert!(selftest["checked"].as_u64() > Some(15) && selftest["seconds"].as_f64() > Some(0.0), "{device}");
+    }
 }
 
 #[test]

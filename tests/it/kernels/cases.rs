@@ -30,7 +30,7 @@ impl Compare {
             Compare::Relative(share) => {
                 let (expected, found) = (floats(expected), floats(found));
                 let bound = share * expected.iter().fold(0.0f64, |top, v| top.max(v.abs())) + 1e-30;
-                match (0..expected.len()).find(|i| !((expected[*i] - found[*i]).abs() <= bound)) {
+                match (0..expected.len()).find(|i| !within(expected[*i], found[*i], bound)) {
                     Some(i) => Err(format!("[{i}] is {} for {}, bound {bound:e}", found[i], expected[i])),
                     None => Ok(()),
                 }
@@ -53,9 +53,7 @@ impl Compare {
                     w.iter().flat_map(|w| [*w as u16, (*w >> 16) as u16]).map(half_to_f64).collect::<Vec<_>>()
                 };
                 let (expected, found) = (halves(expected), halves(found));
-                match (0..expected.len())
-                    .find(|i| !((expected[*i] - found[*i]).abs() <= 2e-3 * expected[*i].abs() + 1e-4))
-                {
+                match (0..expected.len()).find(|i| !within(expected[*i], found[*i], 2e-3 * expected[*i].abs() + 1e-4)) {
                     Some(i) => Err(format!("half {i} is {} for {}", found[i], expected[i])),
                     None => Ok(()),
                 }
@@ -70,6 +68,11 @@ impl Compare {
             }
         }
     }
+}
+
+/// Whether the two are that close; what is not a number is close to nothing.
+fn within(expected: f64, found: f64, bound: f64) -> bool {
+    (expected - found).abs() <= bound
 }
 
 fn half_to_f64(bits: u16) -> f64 {
@@ -369,7 +372,7 @@ fn norm_and_activations(
         }
         let p = params::ToAct { tokens: 0, width: width as u32, blocks: blocks as u32, act_lanes: lanes };
         let mut gates = vec![(profile.to_act(act), 1, bytes(&p))];
-        for paired in [0, u32::from(width % 8 == 0)] {
+        for paired in [0, u32::from(width.is_multiple_of(8))] {
             let p = params::SwiGlu { tokens: 0, width: width as u32, blocks: blocks as u32, act_lanes: lanes, paired };
             gates.push((profile.swiglu(act), 2, bytes(&p)));
         }

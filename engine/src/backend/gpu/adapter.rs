@@ -1,5 +1,7 @@
 //! The adapters of this machine, and how one is chosen.
 
+use std::sync::Arc;
+
 use pp_shaders::Profile;
 use thiserror::Error;
 
@@ -8,7 +10,8 @@ use thiserror::Error;
 pub struct Adapter {
     raw: wgpu::Adapter,
     index: usize,
-    info: wgpu::AdapterInfo,
+    id: String,
+    info: Arc<wgpu::AdapterInfo>,
     memory_bytes: Option<u64>,
 }
 
@@ -20,9 +23,9 @@ pub enum AdapterError {
         "no Vulkan adapter was found: install your card's Vulkan driver, or Mesa's software driver (Debian and Ubuntu: apt-get install libvulkan1 mesa-vulkan-drivers)"
     )]
     None,
-    #[error("--device {selector}: no adapter has that index, PCI id or name; there are: {known}")]
+    #[error("--device {selector}: no adapter has that index, id or name; there are: {known}")]
     NoMatch { selector: String, known: String },
-    #[error("--device {selector}: more than one adapter is called that ({known}): use the index or the PCI id")]
+    #[error("--device {selector}: more than one adapter is called that ({known}): use the index or the id")]
     Ambiguous { selector: String, known: String },
 }
 
@@ -34,15 +37,17 @@ impl Adapter {
         desc.flags = wgpu::InstanceFlags::empty();
         let instance = wgpu::Instance::new(desc);
         let adapters = pollster::block_on(instance.enumerate_adapters(wgpu::Backends::VULKAN));
-        adapters
-            .into_iter()
-            .enumerate()
-            .map(|(index, raw)| Adapter { index, info: raw.get_info(), memory_bytes: memory_bytes(&raw), raw })
-            .collect()
+        let mut all: Vec<Adapter> = Vec::new();
+        for (index, raw) in adapters.into_iter().enumerate() {
+            let info = raw.get_info();
+            let id = id(&info, all.iter().map(|adapter| adapter.id.as_str()));
+            all.push(Adapter { index, id, info: Arc::new(info), memory_bytes: memory_bytes(&raw), raw });
+        }
+        all
     }
 
-    /// The adapters of a pipeline of `stages` stages. Each of `selectors` is an index, a PCI id or part of a name;
-    /// fewer than stages repeat in turn; none means every hardware adapter, or a software one if there is nothing
+    /// The adapters of a pipeline of `stages` stages. Each of `selectors` is an index, an id ([`Adapter::id`]) or
+    /// part of a name; fewer than stages repeat in turn; none means every hardware adapter, or a software one if there is nothing
     /// else.
     ///
     /// # Errors
@@ -67,8 +72,7 @@ impl Adapter {
         let names = |adapters: &[&Adapter]| {
             adapters.iter().map(|a| format!("{} {}", a.id(), a.name())).collect::<Vec<_>>().join(", ")
         };
-        let by_id =
-            all.iter().find(|a| a.index.to_string() == selector || (!a.pci_id().is_empty() && a.pci_id() == selector));
+        let by_id = all.iter().find(|a| a.index.to_string() == selector || a.id == selector);
         if let Some(adapter) = by_id {
             return Ok(adapter);
         }
@@ -114,9 +118,10 @@ impl Adapter {
         &self.info.device_pci_bus_id
     }
 
-    /// PCI address where there is one, else the index: what `--device` takes.
-    pub fn id(&self) -> String {
-        if self.pci_id().is_empty() { self.index.to_string() } else { self.pci_id().to_owned() }
+    /// What stays the same when another adapter is added: the PCI address where there is one, else the driver's name
+    /// as one word, with `#2` and so on where several have it.
+    pub fn id(&self) -> &str {
+        &self.id
     }
 
     /// Whether the host's processor does the work.
@@ -135,6 +140,25 @@ impl Adapter {
     }
 }
 
+/// An id that none of `others` has.
+fn id<'a>(info: &wgpu::AdapterInfo, others: impl Iterator<Item = &'a str>) -> String {
+    if !info.device_pci_bus_id.is_empty() {
+        return info.device_pci_bus_id.clone();
+    }
+    let word = word(&info.name, info.device_type == wgpu::DeviceType::Cpu);
+    let same = others.filter(|other| other.split('#').next() == Some(&word)).count();
+    if same == 0 { word } else { format!("{word}#{}", same + 1) }
+}
+
+/// A device's name as one word, without what drivers add in brackets; of a software driver, its first word.
+fn word(name: &str, software: bool) -> String {
+    let name = name.split('(').next().unwrap_or(name).to_lowercase();
+    let mut words = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+    let word = if software { words.next().unwrap_or_default().to_owned() } else { words.collect::<Vec<_>>().join("-") };
+    // An index is all digits.
+    if word.bytes().all(|byte| byte.is_ascii_digit()) { format!("gpu-{word}") } else { word }
+}
+
 /// wgpu does not tell the size of memory; Vulkan does.
 fn memory_bytes(adapter: &wgpu::Adapter) -> Option<u64> {
     // SAFETY: the handle is used for one query of the physical device while the adapter is alive.
@@ -144,4 +168,33 @@ fn memory_bytes(adapter: &wgpu::Adapter) -> Option<u64> {
     };
     let heaps = properties.memory_heaps_as_slice().iter();
     heaps.filter(|heap| heap.flags.contains(ash::vk::MemoryHeapFlags::DEVICE_LOCAL)).map(|heap| heap.size).max()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_become_words() {
+        for (name, software, expected) in [
+            ("llvmpipe (LLVM 15.0.6, 256 bits)", true, "llvmpipe"),
+            ("SwiftShader Device (LLVM 10.0.0)", true, "swiftshader"),
+            ("Apple M2 Max", false, "apple-m2-max"),
+            ("Mali-G78 (r40p0)", false, "mali-g78"),
+            ("4090", false, "gpu-4090"),
+            ("", false, "gpu-"),
+        ] {
+            assert_eq!(word(name, software), expected);
+        }
+    }
+
+    #[test]
+    fn ids_are_unique_and_pci_addresses_win() {
+        let mut info = wgpu::AdapterInfo::new(wgpu::DeviceType::Cpu, wgpu::Backend::Vulkan);
+        info.name = "llvmpipe (LLVM 15.0.6, 256 bits)".to_owned();
+        assert_eq!(id(&info, ["swiftshader"].into_iter()), "llvmpipe");
+        assert_eq!(id(&info, ["llvmpipe", "llvmpipe#2"].into_iter()), "llvmpipe#3");
+        info.device_pci_bus_id = "0000:01:00.0".to_owned();
+        assert_eq!(id(&info, ["llvmpipe"].into_iter()), "0000:01:00.0");
+    }
 }

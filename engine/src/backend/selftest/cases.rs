@@ -39,6 +39,8 @@ pub(super) fn all(profile: &Profile) -> Vec<Case> {
         cases.extend(products(&mut random, profile, dtype, if quantised { Act::Q8 } else { Act::F32 }));
     }
     cases.extend(products(&mut random, profile, DType::Q4_K, Act::F32));
+    cases.extend(gated_product(&mut random, profile, DType::Q4_0, Act::Q8));
+    cases.extend(gated_product(&mut random, profile, DType::F16, Act::F32));
     cases.push(rmsnorm(&mut random, profile));
     cases.extend(activations_of(&mut random, profile));
     cases.extend(attention(&mut random, profile));
@@ -95,6 +97,34 @@ fn products(random: &mut Random, profile: &Profile, dtype: DType, act: Act) -> [
     )
 }
 
+/// Gates and ups for one token that end in activations, where the profile has such a kernel.
+fn gated_product(random: &mut Random, profile: &Profile, dtype: DType, act: Act) -> Option<Case> {
+    let format = device_format(dtype);
+    let (rows, cols) = (80, 256);
+    let product = profile.matvec_swiglu(format, act, Act::Q8)?;
+    let mut buffers = random.matrix(dtype, rows, cols, profile);
+    buffers.extend(activations(random, profile, act, 1, cols, 1));
+    let out = buffers.len() + 1;
+    let blocks = row_blocks(rows / 2);
+    buffers.extend([random.floats(rows), vec![0; blocks * Act::Q8.block_words()], vec![0; 2 * blocks]]);
+    let p = params::Matmul {
+        tokens: 0,
+        blocks: row_blocks(cols) as u32,
+        rows: rows as u32,
+        y_stride: rows as u32,
+        y_offset: 0,
+        flags: params::ADD_BIAS,
+    };
+    Some(Case {
+        grid: Grid::Rows { workgroups: (rows as u32).div_ceil(product.rows), tokens: 1 },
+        variant: product.variant,
+        params: bytes_of(&p).to_vec(),
+        buffers,
+        shape: tokens_only(1),
+        outputs: vec![(out, Compare::Bytes), (out + 1, Compare::Relative(2e-3))],
+    })
+}
+
 fn rmsnorm(random: &mut Random, profile: &Profile) -> Case {
     let (tokens, width) = (3, 576);
     let blocks = row_blocks(width);
@@ -124,15 +154,21 @@ fn rmsnorm(random: &mut Random, profile: &Profile) -> Case {
 
 /// To activations, straight and through SwiGLU.
 fn activations_of(random: &mut Random, profile: &Profile) -> [Case; 2] {
-    let (tokens, width) = (9usize, 160usize);
+    let (tokens, width) = (9usize, 160);
     let (blocks, lanes) = (row_blocks(width), profile.act_lanes());
     let padded = tokens.next_multiple_of(lanes as usize);
-    [(profile.to_act(Act::F32), Act::F32, 1), (profile.swiglu(Act::Q8), Act::Q8, 2)].map(|(variant, act, inputs)| {
-        let p = params::ToAct { tokens: 0, width: width as u32, blocks: blocks as u32, act_lanes: lanes };
+    let (w, b) = (width as u32, blocks as u32);
+    let to_act = params::ToAct { tokens: 0, width: w, blocks: b, act_lanes: lanes };
+    let swiglu = params::SwiGlu { tokens: 0, width: w, blocks: b, act_lanes: lanes, paired: 1 };
+    let cases = [
+        (profile.to_act(Act::F32), bytes_of(&to_act).to_vec(), Act::F32, 1),
+        (profile.swiglu(Act::Q8), bytes_of(&swiglu).to_vec(), Act::Q8, 2),
+    ];
+    cases.map(|(variant, params, act, inputs)| {
         let words = if act == Act::Q8 { Compare::Bytes } else { Compare::Relative(2e-5) };
         Case {
             variant,
-            params: bytes_of(&p).to_vec(),
+            params,
             buffers: vec![
                 random.floats(inputs * tokens * width),
                 vec![0; padded * blocks * act.block_words()],
@@ -228,11 +264,24 @@ fn attention(random: &mut Random, profile: &Profile) -> Vec<Case> {
     let (variant, per_group) = profile.attn_decode(kv, HEAD_DIM as u32, GROUP as u32);
     let splits = SPLITS as u32;
     let p = params::AttnDecode { tokens: 0, heads, kv_heads, first_kv: 0, kv_heads_here: kv_heads, splits };
+    let params = bytes_of(&p).to_vec();
+    let grid = Grid::Splits { x: heads / per_group };
+    let buffers = vec![q, keys, values, tokens.clone(), pages];
+    // The tokens of the second sequence: their context has one split.
+    let short = profile.attn_short(kv, Act::Q8, HEAD_DIM as u32, GROUP as u32).map(|(variant, _)| {
+        let (few, blocks) = (count - 2, row_blocks(HEADS * HEAD_DIM));
+        let mut buffers = buffers.clone();
+        buffers[3] = tokens[4 * 2..].to_vec();
+        buffers.extend([vec![0; few * blocks * Act::Q8.block_words()], vec![0; 2 * few * blocks]]);
+        let shape = Shape { splits: 1, ..tokens_only(few) };
+        let outputs = vec![(5, Compare::Bytes), (6, Compare::Relative(2e-3))];
+        Case { variant, params: params.clone(), buffers, grid, shape, outputs }
+    });
     let decode = Case {
         variant,
-        params: bytes_of(&p).to_vec(),
-        buffers: vec![q, keys, values, tokens.clone(), pages, vec![0; parts * HEAD_DIM], vec![0; 2 * parts]],
-        grid: Grid::Splits { x: heads / per_group },
+        params,
+        buffers: buffers.into_iter().chain([vec![0; parts * HEAD_DIM], vec![0; 2 * parts]]).collect(),
+        grid,
         shape,
         outputs: vec![(5, Compare::Relative(2e-5)), (6, Compare::Relative(2e-5))],
     };
@@ -254,7 +303,7 @@ fn attention(random: &mut Random, profile: &Profile) -> Vec<Case> {
         shape,
         outputs: vec![(3, Compare::Bytes), (4, Compare::Relative(2e-3))],
     };
-    vec![rope, prefill, decode, reduce]
+    [rope, prefill, decode, reduce].into_iter().chain(short).collect()
 }
 
 fn top_k(random: &mut Random, profile: &Profile) -> [Case; 2] {

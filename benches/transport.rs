@@ -1,0 +1,47 @@
+//! Frames between two threads of a process: there and back.
+
+#![expect(missing_docs, reason = "criterion's macros make public items without any")]
+
+use std::hint::black_box;
+use std::time::Duration;
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use pp_transport::local::pair;
+use pp_transport::{Frame, FrameHeader, Port, PortError};
+
+const WAIT: Duration = Duration::from_secs(10);
+
+/// A token's ids, a token's activations, a prefill micro-batch's activations.
+const PAYLOADS: [usize; 3] = [64, 8 << 10, 1 << 20];
+
+fn local(c: &mut Criterion) {
+    let mut group = c.benchmark_group("local port, there and back");
+    for bytes in PAYLOADS {
+        let (mut here, mut there) = pair(2);
+        let echo = std::thread::spawn(move || {
+            loop {
+                match there.receive(WAIT) {
+                    Ok(frame) => there.send(frame).expect("the other end waits for it"),
+                    Err(PortError::Timeout { .. }) => {}
+                    Err(_) => return,
+                }
+            }
+        });
+        group.throughput(Throughput::Bytes(2 * bytes as u64));
+        group.bench_function(BenchmarkId::from_parameter(bytes), |b| {
+            let activations = vec![1u8; bytes];
+            b.iter(|| {
+                // A stage makes a payload for every frame, so making it counts.
+                let frame = Frame { header: FrameHeader::default(), payload: activations.clone() };
+                here.send(frame).expect("the echo is there");
+                black_box(here.receive(WAIT).expect("the echo answers"))
+            });
+        });
+        drop(here);
+        echo.join().expect("the echo ends with its port");
+    }
+    group.finish();
+}
+
+criterion_group!(benches, local);
+criterion_main!(benches);
