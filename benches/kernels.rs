@@ -1,8 +1,6 @@
 //! Every kernel in some formats, on the adapter that is used by default: one dispatch from submission to its end.
 //! Shapes are those of a model of about 1.5 billion parameters; what the buffers hold does not change the work.
 
-#![expect(missing_docs, reason = "criterion's macros make public items without any")]
-
 use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};

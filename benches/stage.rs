@@ -1,8 +1,6 @@
 //! Steps of one stage that holds a whole model, on the adapter that is used by default: a decoded token, and a prefill
 //! micro-batch. The model is a small one of tests/data, or the file that PP_BENCH_MODEL names.
 
-#![expect(missing_docs, reason = "criterion's macros make public items without any")]
-
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 

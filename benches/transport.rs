@@ -1,7 +1,5 @@
 //! Frames between two threads of a process: there and back.
 
-#![expect(missing_docs, reason = "criterion's macros make public items without any")]
-
 use std::hint::black_box;
 use std::time::Duration;
 
