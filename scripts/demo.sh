@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 need_build_tools
 need_model
 say "building pp-run"
-cargo build --release --quiet
+cargo build --release
 PP_RUN=target/release/pp-run
 need_vulkan
 say "four stages of 8, 8, 7 and 7 layers"

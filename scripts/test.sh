@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 need_build_tools
 need_model
 say "building pp-run"
-cargo build --quiet
+cargo build
 PP_RUN=target/debug/pp-run
 need_vulkan
 need_swiftshader "$PWD/target/swiftshader"

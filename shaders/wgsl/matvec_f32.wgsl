@@ -20,8 +20,8 @@ struct Params {
 }
 
 var<immediate> p: Params;
-@group(0) @binding(3) var<storage, read> x: array<vec4<f32>>;
-@group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
+@group(0) @binding(3) var<storage, read> x: array<Quad>;
+@group(0) @binding(4) var<storage, read> x_scales: array<Pair>;
 
 const OUTPUTS = ROWS * COLS;
 var<workgroup> partial: array<f32, select(1u, GROUPS * OUTPUTS * SEGMENTS, SEGMENTS > 1u)>;
@@ -43,20 +43,25 @@ fn main(
     var acc: array<f32, OUTPUTS>;
     for (var j = 0u; j < length; j++) {
         let position = j * SEGMENTS + lane;
-        for (var r = 0u; r < ROWS; r++) {
-            let row = min(row0 + r * GROUPS, last_row);
-            let index = block_index(row, p.blocks, position);
-            var w = block_values(index);
-            let scales = block_scales(index, super_index(row, p.blocks, first + j));
-            for (var c = 0u; c < COLS; c++) {
-                let at = min(token0 + c, p.tokens - 1u) * p.blocks + position;
+        for (var c = 0u; c < COLS; c++) {
+            let at = min(token0 + c, p.tokens - 1u) * p.blocks + position;
+            var v: array<vec4<f32>, 8>;
+            for (var i = 0u; i < 8u; i++) {
+                v[i] = bitcast<vec4<f32>>(quad(x[8u * at + i]));
+            }
+            let xs = bitcast<vec2<f32>>(pair(x_scales[at]));
+            for (var r = 0u; r < ROWS; r++) {
+                let row = min(row0 + r * GROUPS, last_row);
+                let index = block_index(row, p.blocks, position);
+                var w = block_values(index);
+                let scales = block_scales(index, super_index(row, p.blocks, first + j));
                 var lo = 0.0;
                 var hi = 0.0;
                 for (var i = 0u; i < 4u; i++) {
-                    lo = chain(w[i], x[8u * at + i], lo);
-                    hi = chain(w[i + 4u], x[8u * at + i + 4u], hi);
+                    lo = chain(w[i], v[i], lo);
+                    hi = chain(w[i + 4u], v[i + 4u], hi);
                 }
-                acc[r * COLS + c] = block_sum(acc[r * COLS + c], lo, hi, scales, x_scales[at]);
+                acc[r * COLS + c] = block_sum(acc[r * COLS + c], lo, hi, scales, xs);
             }
         }
     }

@@ -19,7 +19,7 @@ struct Params {
 
 var<immediate> p: Params;
 @group(0) @binding(3) var<storage, read> x: array<Quad>;
-@group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
+@group(0) @binding(4) var<storage, read> x_scales: array<Pair>;
 
 const OUTPUTS = ROWS * COLS;
 var<workgroup> partial: array<f32, select(1u, GROUPS * OUTPUTS * SEGMENTS, SEGMENTS > 1u)>;
@@ -52,7 +52,7 @@ fn main(
             let at = min(token0 + c, p.tokens - 1u) * p.blocks + position;
             lo[c] = quad(x[2u * at]);
             hi[c] = quad(x[2u * at + 1u]);
-            xs[c] = x_scales[at];
+            xs[c] = bitcast<vec2<f32>>(pair(x_scales[at]));
         }
         for (var r = 0u; r < ROWS; r++) {
             let row = min(row0 + r * GROUPS, last_row);

@@ -100,6 +100,25 @@ fn a_33_layer_model_is_the_same_in_any_number_of_stages() {
     assert!(bits(model, &[1; 33], &twins(), 128) == bits(model, &[33], &twins(), 128));
 }
 
+/// What `plan` says is what a stage allocates.
+#[test]
+fn stages_allocate_what_was_planned() {
+    for (model, split) in [("tiny/llama-33", vec![9, 8, 8, 8]), ("tiny-gguf/mixed-k-qwen2.gguf", vec![1, 1])] {
+        let checkpoint = checkpoint(model);
+        assert_eq!(split.iter().sum::<usize>(), layers(&checkpoint), "{model}");
+        let head = head(&checkpoint, &split, exact(512), &gpu(Profile::SOFTWARE));
+        for report in head.pipeline().reports() {
+            let planned = report.weight_bytes + report.kv_bytes + report.work_bytes;
+            let allocated = report.allocated_bytes;
+            assert!(
+                planned.abs_diff(allocated) * 50 <= planned,
+                "{model} stage {}: {allocated} for {planned}",
+                report.spec.index
+            );
+        }
+    }
+}
+
 /// Two stages on two drivers that share nothing but the host: one Mesa's, one SwiftShader.
 #[test]
 fn a_pipeline_may_mix_drivers() {

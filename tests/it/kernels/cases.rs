@@ -250,8 +250,11 @@ fn embed(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, format: 
 }
 
 fn products(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, format: Format, act: Act) {
-    let widths: &[(usize, usize)] =
-        if format.superblock() > 1 { &[(75, 256), (70, 2560)] } else { &[(75, 576), (7, 96), (130, 1536)] };
+    let widths: &[(usize, usize)] = if format.superblock() > 1 {
+        &[(75, 256), (70, 2560), (10, 8192)]
+    } else {
+        &[(75, 576), (7, 96), (130, 1536), (10, 8192)]
+    };
     for (rows, cols) in widths {
         let choices = [1, 2, 4, 8].map(|cols| (profile.matvec(format, act, cols), 1)).into_iter();
         for (product, lanes) in choices.chain([(profile.matmul(format, act), profile.act_lanes())]) {
