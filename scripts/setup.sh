@@ -38,25 +38,31 @@ install() {
     command -v apt-get >/dev/null || fail "please install: ${missing[*]} (this script knows only apt-get)"
     say "installing ${missing[*]}"
     $sudo apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+    $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 }
 
 need_build_tools() {
-    command -v cargo >/dev/null || fail "Rust is missing: see https://rustup.rs, or install your distribution's rustc and cargo (1.92 or newer)"
+    command -v cargo >/dev/null || fail "Rust is missing: see https://rustup.rs (1.92 or newer)"
+    local version
+    version=$(rustc --version | cut -d' ' -f2)
+    printf '1.92\n%s\n' "$version" | sort --version-sort --check=quiet || fail "Rust $version is too old: 1.92 or newer is needed (rustup update)"
     command -v cc >/dev/null || install gcc libc6-dev
 }
 
 # A Vulkan device must answer; where none does, Mesa's software driver is installed.
 need_vulkan() {
-    if "$PP_RUN" devices --no-selftest >/dev/null 2>&1; then
-        return 0
-    fi
+    [ -x "$PP_RUN" ] || fail "$PP_RUN was not built"
+    local status=0
+    "$PP_RUN" devices --no-selftest >/dev/null 2>&1 || status=$?
+    [ "$status" -ne 0 ] || return 0
+    # 3: no usable device. Anything else is worth seeing.
+    [ "$status" -eq 3 ] || "$PP_RUN" devices --no-selftest >&2 || fail "$PP_RUN devices failed"
     say "no Vulkan device answers: installing the Vulkan loader and Mesa's software driver"
     install libvulkan1 mesa-vulkan-drivers
     "$PP_RUN" devices --no-selftest >/dev/null || fail "still no Vulkan device answers"
 }
 
-models_folder() { printf '%s' "${PP_MODELS:-${XDG_DATA_HOME:-$HOME/.local/share}/pp-run/models}"; }
+models_folder() { printf '%s' "${PP_MODELS:-${XDG_DATA_HOME:-${HOME:?set HOME or PP_MODELS}/.local/share}/pp-run/models}"; }
 
 # Fetches the demo model once; what is in the models folder is checked by its sum when it arrives.
 need_model() {
@@ -88,19 +94,33 @@ need_model() {
     say "the model is $file"
 }
 
+# The folder that cargo builds into.
+target_folder() { printf '%s' "${CARGO_TARGET_DIR:-target}"; }
+
 # SwiftShader, a second software driver, from Debian's chromium-common; for tests only.
 need_swiftshader() {
-    local folder=$1
+    local folder=$1 work
     if [ ! -f "$folder/vk_swiftshader_icd.json" ]; then
         command -v apt-get >/dev/null || fail "the tests want SwiftShader, which this script gets with apt-get"
         say "fetching SwiftShader out of Debian's chromium-common"
-        mkdir -p "$folder"
-        (
-            cd "$folder" || exit 1
-            apt-get download -qq chromium-common >/dev/null 2>&1 || { apt-get update -qq && apt-get download -qq chromium-common >/dev/null; }
-            dpkg-deb --fsys-tarfile chromium-common_*.deb | tar -x --strip-components=4 ./usr/lib/chromium/libvk_swiftshader.so ./usr/lib/chromium/vk_swiftshader_icd.json
-            rm -f chromium-common_*.deb
-        ) || fail "cannot get SwiftShader out of chromium-common"
+        mkdir -p "$(dirname "$folder")"
+        work=$(mktemp -d "$folder.XXXXXX")
+        fetch_swiftshader "$work" ||
+            fail "cannot get SwiftShader out of Debian's package chromium-common (Ubuntu has no such package). If the package lists are empty, run this, then try again:
+    sudo apt-get update"
+        rm -rf "$folder"
+        mv "$work" "$folder"
     fi
     export VK_ADD_DRIVER_FILES="$folder/vk_swiftshader_icd.json${VK_ADD_DRIVER_FILES:+:$VK_ADD_DRIVER_FILES}"
+}
+
+fetch_swiftshader() {
+    local work=$1 from=./usr/lib/chromium
+    (cd "$work" && apt-get download -qq chromium-common >/dev/null 2>&1) ||
+        { [ "$(id -u)" -eq 0 ] && apt-get update -qq && (cd "$work" && apt-get download -qq chromium-common >/dev/null 2>&1); } ||
+        return 1
+    dpkg-deb --fsys-tarfile "$work"/chromium-common_*.deb |
+        tar -x -C "$work" --strip-components=4 "$from/libvk_swiftshader.so" "$from/vk_swiftshader_icd.json" || return 1
+    rm -f "$work"/chromium-common_*.deb
+    [ -f "$work/libvk_swiftshader.so" ] && [ -f "$work/vk_swiftshader_icd.json" ]
 }

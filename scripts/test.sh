@@ -5,10 +5,11 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh
 
 need_build_tools
+cargo fmt --version >/dev/null && cargo clippy --version >/dev/null || fail "rustfmt and clippy are missing: rustup component add rustfmt clippy"
 need_model
 say "building pp-run"
 cargo build
-PP_RUN=target/debug/pp-run
+PP_RUN=$(target_folder)/debug/pp-run
 need_vulkan
 need_swiftshader "$PWD/target/swiftshader"
 say "cargo fmt --check"

@@ -1,4 +1,5 @@
-//! Ctrl-C. The first asks the work to end, so that what was answered so far is kept; the second ends the program.
+//! Ctrl-C. While a pipeline loads or runs, the first asks it to end, so that what was answered so far is kept, and the
+//! second ends the program; at any other time the first does.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -6,16 +7,18 @@ use crate::errors::Exit;
 use crate::output;
 
 static CANCEL: AtomicBool = AtomicBool::new(false);
+static HEEDED: AtomicBool = AtomicBool::new(false);
 
-/// Set when the user wants it to end.
+/// Set when the user wants it to end. From now on somebody looks at it.
 pub fn flag() -> &'static AtomicBool {
+    HEEDED.store(true, Ordering::Relaxed);
     &CANCEL
 }
 
 /// Begins to listen.
 pub fn install() {
     let heard = || {
-        if CANCEL.swap(true, Ordering::Relaxed) {
+        if CANCEL.swap(true, Ordering::Relaxed) || !HEEDED.load(Ordering::Relaxed) {
             std::process::exit(Exit::Cancelled as i32);
         }
         output::stopping();

@@ -2,7 +2,6 @@
 
 use std::io;
 
-use pp_engine::backend::DeviceError;
 use pp_engine::backend::gpu::adapter::AdapterError;
 use pp_engine::chat_template::ChatTemplateError;
 use pp_engine::checkpoint::CheckpointError;
@@ -103,9 +102,7 @@ fn of_pipeline(error: &PipelineError) -> Exit {
     match error {
         PipelineError::Cancelled => Exit::Cancelled,
         PipelineError::Layout { error, .. } => of_layout(error),
-        PipelineError::Load { error: DeviceError::OutOfMemory { .. } | DeviceError::TooLarge { .. }, .. } => {
-            Exit::Device
-        }
+        error if error.is_out_of_memory() => Exit::Device,
         _ => Exit::Failure,
     }
 }
@@ -113,6 +110,7 @@ fn of_pipeline(error: &PipelineError) -> Exit {
 fn of_layout(error: &LayoutError) -> Exit {
     match error {
         LayoutError::Binding { .. } | LayoutError::KvBinding { .. } => Exit::Device,
+        LayoutError::Frame { .. } | LayoutError::Work { .. } => Exit::Usage,
         _ => Exit::Model,
     }
 }

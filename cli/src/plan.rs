@@ -78,7 +78,7 @@ fn fit(
     let layouts_at = |context| layouts(&checkpoint, &specs, options_at(context), &devices);
     let fits = |context| match layouts_at(context) {
         Ok(layouts) => Ok(memory::shortage(&pools, &needs(&layouts)).is_none()),
-        Err(LayoutError::KvBinding { .. } | LayoutError::Binding { .. }) => Ok(false),
+        Err(LayoutError::KvBinding { .. } | LayoutError::Work { option: "--ctx", .. }) => Ok(false),
         Err(other) => Err(other),
     };
     let mut context = options.context;

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 mod tests;
 
 /// Most layers a model may declare.
-pub const LAYERS_MAX: usize = 4096;
+pub const LAYERS_MAX: usize = 1024;
 /// Largest width (hidden, intermediate, heads × head_dim) a model may declare.
 pub const WIDTH_MAX: usize = 1 << 20;
 /// Largest head a model may declare, in elements.

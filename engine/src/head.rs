@@ -8,7 +8,7 @@ use std::time::Instant;
 use thiserror::Error;
 
 use crate::kv::{OutOfPages, PagePool, SequenceId};
-use crate::message::{Output, OutputRequest, Outputs, Span, Step};
+use crate::message::{MessageError, Output, OutputRequest, Outputs, Span, Step};
 use crate::pipeline::{Pipeline, PipelineError};
 use crate::sampler::{Draw, History, Sampling};
 use crate::tokenizer::Tokenizer;
@@ -372,7 +372,8 @@ impl Head {
         let whole = Output { row, ..output.clone() };
         match request.sampling.draw(&whole, vocab, history, 0, position) {
             Draw::Token(id) => Ok(id),
-            Draw::NeedsRow => unreachable!("the tail answers a fetch with a row, or fails"),
+            Draw::NeedsRow => Err(MessageError::Count { what: "logits of a row", found: 0, expected: vocab })
+                .map_err(|error| PipelineError::from(error).into()),
         }
     }
 

@@ -100,6 +100,10 @@ pub enum LayoutError {
         "{tokens} tokens of {hidden} floats are {bytes} bytes, a frame between stages carries at most {PAYLOAD_BYTES_MAX}: use a --chunk of at most {fits}"
     )]
     Frame { tokens: usize, hidden: usize, bytes: usize, fits: usize },
+    #[error(
+        "the buffer `{buffer}` between kernels takes {bytes} bytes, but the device binds at most {limit} at a time: use a smaller {option}"
+    )]
+    Work { buffer: &'static str, bytes: usize, limit: usize, option: &'static str },
     #[error("one row of `{tensor}` takes {bytes} bytes, but the device binds at most {limit} at a time")]
     Binding { tensor: String, bytes: usize, limit: usize },
     #[error(
@@ -300,11 +304,9 @@ impl StageLayout {
         layout.work = layout.work_buffers(profile);
         for buffer in &layout.work {
             if buffer.bytes > limits.binding_bytes {
-                return Err(LayoutError::Binding {
-                    tensor: buffer.name.to_owned(),
-                    bytes: buffer.bytes,
-                    limit: limits.binding_bytes,
-                });
+                let option = if buffer.name.starts_with("part_") { "--ctx" } else { "--chunk" };
+                let (bytes, limit) = (buffer.bytes, limits.binding_bytes);
+                return Err(LayoutError::Work { buffer: buffer.name, bytes, limit, option });
             }
         }
         Ok(layout)

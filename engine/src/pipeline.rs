@@ -17,7 +17,7 @@ use crate::backend::DeviceError;
 use crate::checkpoint::Checkpoint;
 use crate::layout::{LayoutError, StageLayout, StageOptions, StageSpec};
 use crate::message::{self, MessageError, MessageLimits, Outputs, Step};
-use crate::stage::{Stage, message_limits};
+use crate::stage::{Stage, StepError, message_limits};
 use crate::weights::{LoadError, LoadProgress};
 use crate::worker::{self, Counters, WorkerError, panic_message};
 pub use device::Device;
@@ -67,6 +67,8 @@ pub enum PipelineError {
     Stage { stage: StageName, error: WorkerError },
     #[error("the tail's answer was refused: {0}")]
     Message(#[from] MessageError),
+    #[error("{stage}: the system starts no thread: {error}")]
+    Thread { stage: StageName, error: std::io::Error },
     #[error("the tail answered step {found} where {expected:?} was due")]
     Order { expected: Option<u64>, found: u64 },
     #[error("no answer from the pipeline within {seconds} s")]
@@ -78,10 +80,12 @@ pub enum PipelineError {
 impl PipelineError {
     /// The device had no room.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(
-            self,
-            PipelineError::Load { error: DeviceError::OutOfMemory { .. } | DeviceError::TooLarge { .. }, .. }
-        )
+        let error = match self {
+            PipelineError::Load { error, .. } => error,
+            PipelineError::Stage { error: WorkerError::Step(StepError::Device(error)), .. } => error,
+            _ => return false,
+        };
+        matches!(error, DeviceError::OutOfMemory { .. } | DeviceError::TooLarge { .. })
     }
 }
 
@@ -131,7 +135,8 @@ pub struct Pipeline {
     /// Raised by the head alone; the stages drop what is older.
     epoch: Arc<AtomicU64>,
     next_step: u64,
-    in_flight: VecDeque<u64>,
+    /// Steps that were sent and not answered, with the outputs that each asked for.
+    in_flight: VecDeque<(u64, usize)>,
     in_flight_max: usize,
 }
 
@@ -208,7 +213,12 @@ impl Pipeline {
                 epoch: pipeline.epoch.clone(),
             };
             let handle = std::thread::Builder::new().name(format!("stage-{index}")).spawn(move || thread.run(layout));
-            pipeline.threads.push(handle.expect("the system can start a thread"));
+            match handle {
+                Ok(handle) => pipeline.threads.push(handle),
+                Err(error) => {
+                    return Err(PipelineError::Thread { stage: pipeline.stages[index].clone(), error });
+                }
+            }
             match next_upstream {
                 Some(next) => upstream = next,
                 None => break,
@@ -292,7 +302,7 @@ impl Pipeline {
         if port.send(frame).is_err() {
             return Err(self.why_closed());
         }
-        self.in_flight.push_back(self.next_step);
+        self.in_flight.push_back((self.next_step, step.outputs.len().max(step.fetch_rows.len())));
         self.next_step += 1;
         Ok(())
     }
@@ -320,11 +330,16 @@ impl Pipeline {
             match self.from_tail.receive(LOOK) {
                 Ok(frame) if frame.header.epoch != self.epoch() => {}
                 Ok(frame) => {
-                    let expected = self.in_flight.pop_front();
-                    if expected != Some(frame.header.step) {
-                        return Err(PipelineError::Order { expected, found: frame.header.step });
+                    let (step, wanted) = self.in_flight.pop_front().unzip();
+                    if step != Some(frame.header.step) {
+                        return Err(PipelineError::Order { expected: step, found: frame.header.step });
                     }
-                    return Ok(message::decode_outputs(&frame.payload, &self.limits)?);
+                    let outputs = message::decode_outputs(&frame.payload, &self.limits)?;
+                    let (found, expected) = (outputs.outputs.len(), wanted.unwrap_or(0));
+                    if found != expected {
+                        return Err(MessageError::Count { what: "outputs", found, expected }.into());
+                    }
+                    return Ok(outputs);
                 }
                 Err(PortError::Timeout { .. }) => {
                     if let Ok(Event::Failed(stage, error)) = self.events.try_recv() {
@@ -361,7 +376,9 @@ impl Drop for Pipeline {
         self.to_first = None;
         // Whoever waits to hand something on is let go.
         while self.threads.iter().any(|thread| !thread.is_finished()) {
-            let _ = self.from_tail.receive(LOOK);
+            if let Err(PortError::Closed) = self.from_tail.receive(LOOK) {
+                break;
+            }
         }
         for thread in self.threads.drain(..) {
             let _ = thread.join();

@@ -33,6 +33,9 @@ pub struct Sampling {
     pub candidates: u32,
 }
 
+/// Below this a temperature is taken for 0: logits divided by it would not be finite.
+const TEMPERATURE_MIN: f32 = 1e-5;
+
 impl Default for Sampling {
     /// Greedy.
     fn default() -> Sampling {
@@ -71,14 +74,18 @@ pub enum Draw {
 impl Sampling {
     /// What to ask of the tail for row `row`.
     pub fn request(&self, row: u32) -> OutputRequest {
-        let top_k = if self.temperature == 0.0 { 1 } else { TOP_K };
+        let top_k = if self.is_greedy() { 1 } else { TOP_K };
         OutputRequest {
             row,
             target: 0,
             top_k: top_k.max(self.candidates).min(TOP_K),
-            inverse_temperature: if self.temperature == 0.0 { 1.0 } else { 1.0 / self.temperature },
+            inverse_temperature: if self.is_greedy() { 1.0 } else { 1.0 / self.temperature },
             whole_row: self.has_penalties(),
         }
+    }
+
+    fn is_greedy(&self) -> bool {
+        self.temperature < TEMPERATURE_MIN
     }
 
     fn has_penalties(&self) -> bool {
@@ -90,7 +97,7 @@ impl Sampling {
         if let Some(row) = &output.row {
             return Draw::Token(self.draw_row(row.clone(), history, choice, position));
         }
-        if self.temperature == 0.0 {
+        if self.is_greedy() {
             return output.best.first().map_or(Draw::NeedsRow, |(id, _)| Draw::Token(*id));
         }
         let inverse = 1.0 / f64::from(self.temperature);
@@ -106,7 +113,7 @@ impl Sampling {
         self.penalise(&mut logits, history);
         let mut order: Vec<u32> = (0..logits.len() as u32).collect();
         order.sort_by(|a, b| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b)));
-        if self.temperature == 0.0 {
+        if self.is_greedy() {
             return order[0];
         }
         let inverse = 1.0 / f64::from(self.temperature);
@@ -154,6 +161,9 @@ impl Sampling {
         // The mass that top-p and the draw refer to: of what is kept, or 1 when nothing was cut.
         let mass = if closed { candidates[..kept].iter().map(|(_, p)| p).sum() } else { 1.0 };
         if !closed && (self.min_p > 0.0 || self.top_k > 0) {
+            return Draw::NeedsRow;
+        }
+        if !(mass > 0.0 && mass.is_finite()) {
             return Draw::NeedsRow;
         }
         let mut nucleus = mass;

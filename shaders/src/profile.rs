@@ -108,8 +108,10 @@ const TILE_SIDE: u32 = 4;
 pub const TOP_K: u32 = 64;
 /// Logits that one workgroup of top-k looks at.
 pub const TOP_K_CHUNK: u32 = 4096;
-/// Query heads that share the reading of keys in decode attention, at most: bounds workgroup memory.
+/// Query heads that share the reading of keys in decode attention, at most.
 const DECODE_HEADS_MAX: u32 = 8;
+/// Workgroup memory that every Vulkan device has, bytes.
+const WORKGROUP_BYTES_MAX: u32 = 16 << 10;
 
 /// A matrix product's kernel, with what one workgroup makes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -265,7 +267,10 @@ impl Profile {
     }
 
     fn attend_sizes(&self, head_dim: u32, group: u32) -> (Vec<(&'static str, u32)>, u32) {
-        let heads = largest_divisor(group, DECODE_HEADS_MAX);
+        // A head's scores, maxima, sums and shares in workgroup memory (`wgsl/shared/attend.wgsl`).
+        let shares = if self.key_lanes > 1 { 4 * 32 } else { 0 };
+        let head_bytes = 4 * (shares + 256 + 2 * 8 + head_dim + 1);
+        let heads = largest_divisor(group, DECODE_HEADS_MAX.min(WORKGROUP_BYTES_MAX / head_bytes));
         let column_heads = if self.column_heads == 0 { heads } else { largest_divisor(heads, self.column_heads) };
         let sizes = vec![
             ("WORKGROUP", self.decode_threads),

@@ -93,16 +93,17 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
             for (var i = 0u; i < OWNED; i++) {
                 part[i] = part[i] * shrink;
             }
-            sum = sum * shrink;
+            var page_sum = 0.0;
             top = new_top;
             for (var key = 0u; key < seen; key++) {
                 let w = exp(scores[key] - top);
-                sum += w;
+                page_sum += w;
                 for (var i = 0u; i < OWNED; i++) {
                     let v = kv_unpack(values[base + key * FOURS + i * ROW_LANES]);
                     part[i] = fma(vec4<f32>(w), v, part[i]);
                 }
             }
+            sum = fma(sum, shrink, page_sum);
             // A split ends with its last page or with the query itself.
             if page % SPLIT_PAGES == SPLIT_PAGES - 1u || (page + 1u) * PAGE > position {
                 let m = merge(total_top, total_sum, top, sum);

@@ -90,7 +90,7 @@ impl Gpu {
         device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
             let error = match error {
                 wgpu::Error::OutOfMemory { .. } => {
-                    DeviceError::Lost { message: "out of memory while running".to_owned() }
+                    DeviceError::OutOfMemory { buffer: "staging".to_owned(), bytes: 0, allocated: 0 }
                 }
                 other => DeviceError::Validation { message: other.to_string() },
             };

@@ -103,7 +103,10 @@ fn cuts_keep_what_they_say() {
     assert_eq!(all(Sampling { min_p: 0.1, ..base.clone() }), [0, 1, 2]);
     assert_eq!(all(Sampling { top_p: 0.6, ..base.clone() }), [0]);
     assert_eq!(all(Sampling { top_p: 0.7, ..base.clone() }), [0, 1]);
-    assert_eq!(all(Sampling { temperature: 0.01, ..base }), [0]);
+    assert_eq!(all(Sampling { temperature: 0.01, ..base.clone() }), [0]);
+    for temperature in [1e-4, 1e-30, 1e-42] {
+        assert_eq!(all(Sampling { temperature, top_k: 3, ..base.clone() }), [0], "temperature {temperature}");
+    }
 }
 
 proptest! {

@@ -127,10 +127,11 @@ fn attend(token: u32, head0: u32, local: u32, split: u32, thread: u32) {
     for (var h = thread; h < HEADS; h += WORKGROUP) {
         var sum = 0.0;
         for (var page = 0u; page < page_count; page++) {
-            sum = sum * shrinks[h * SPLIT_PAGES + page];
+            var page_sum = 0.0;
             for (var key = page * PAGE; key < min(key_count, (page + 1u) * PAGE); key++) {
-                sum += scores[h * SPLIT + key];
+                page_sum += scores[h * SPLIT + key];
             }
+            sum = fma(sum, shrinks[h * SPLIT_PAGES + page], page_sum);
         }
         weight_sums[h] = sum;
     }
