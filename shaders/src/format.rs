@@ -3,7 +3,7 @@
 use crate::BLOCK;
 
 /// Rows of a matrix are stored in multiples of this, for every profile's interleaving.
-pub const ROWS_MULTIPLE: usize = 8;
+pub const ROWS_MULTIPLE: usize = 64;
 
 /// How a weight matrix lies on the device: three streams of blocks, `quants`, `scales` and `supers`
 /// (`wgsl/quant/*.wgsl` define the bits). Blocks stand in the order of [`crate::Arrangement`].

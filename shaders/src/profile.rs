@@ -78,7 +78,7 @@ impl Profile {
     pub const SOFTWARE: Profile = Profile {
         name: "software",
         segments: 1,
-        interleave: 8,
+        interleave: 64,
         wide: true,
         flat: 8,
         norm: 8,
