@@ -22,6 +22,7 @@ pub mod sampler;
 pub mod split;
 pub mod stage;
 pub mod tokenizer;
+pub mod trace;
 pub mod weights;
 pub mod worker;
 

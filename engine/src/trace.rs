@@ -1,0 +1,240 @@
+//! What happened when: every micro-batch's way through the stages, and what the head was doing.
+//!
+//! Always on. Each stage and the head write into a ring of their own that forgets the oldest; [`Recorder::snapshot`]
+//! takes what is there. Times are nanoseconds on the pipeline's clock, which begins when the pipeline opens.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+/// Micro-batches that a stage's ring and the head's remember.
+pub const RING: usize = 1 << 16;
+
+/// Nanoseconds on the pipeline's clock.
+pub type Nanos = u64;
+
+/// One micro-batch in one stage. In order of time: `arrived` ≤ `taken` ≤ `started` ≤ `finished` ≤ `send_started` ≤
+/// `sent`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageSpan {
+    /// The step, unique within the pipeline.
+    pub step: u64,
+    /// The decode group.
+    pub group: u32,
+    /// Tokens of all sequences.
+    pub tokens: u32,
+    /// Sequences.
+    pub sequences: u32,
+    /// The frame lay ready at this stage's end of the hop.
+    pub arrived: Nanos,
+    /// The stage took it.
+    pub taken: Nanos,
+    /// The device began.
+    pub started: Nanos,
+    /// The device was done and the result read back.
+    pub finished: Nanos,
+    /// The result was ready for the hop.
+    pub send_started: Nanos,
+    /// The hop had taken it; later than `send_started` where the hop was out of credits.
+    pub sent: Nanos,
+}
+
+/// One micro-batch as the head saw it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeadSpan {
+    /// The step.
+    pub step: u64,
+    /// The decode group.
+    pub group: u32,
+    /// Prompt tokens in it.
+    pub prefill_tokens: u32,
+    /// Sequences that decode in it.
+    pub decode_tokens: u32,
+    /// The scheduler began to form it.
+    pub formed: Nanos,
+    /// The first stage's hop had taken it.
+    pub sent: Nanos,
+    /// The tail's answer was there; 0 while it is not.
+    pub answered: Nanos,
+    /// Its tokens were drawn and recorded; 0 while they are not.
+    pub sampled: Nanos,
+}
+
+/// What the head was doing while it sent nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum HeadState {
+    /// Forming micro-batches, drawing tokens, making text.
+    Working,
+    /// Waiting for answers: every running sequence, or as many micro-batches as allowed, were in the pipe.
+    Waiting,
+    /// As `Waiting`, while requests waited that found no free pages.
+    KvWait,
+    /// Nothing was asked for.
+    Idle,
+}
+
+/// A [`HeadState`] and how long it lasted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeadInterval {
+    /// What.
+    pub state: HeadState,
+    /// From.
+    pub from: Nanos,
+    /// Until.
+    pub to: Nanos,
+}
+
+/// A stage and its micro-batches, by `started`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StageTrace {
+    /// Device, for people.
+    pub device: String,
+    /// First layer and the one after the last.
+    pub layers: (usize, usize),
+    /// The micro-batches.
+    pub spans: Vec<StageSpan>,
+}
+
+/// What a pipeline did, of as long as its rings remember.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Trace {
+    /// The stages in order.
+    pub stages: Vec<StageTrace>,
+    /// The head's micro-batches, by `formed`.
+    pub head: Vec<HeadSpan>,
+    /// What the head was doing, by time, without overlap.
+    pub states: Vec<HeadInterval>,
+    /// Micro-batches that were forgotten.
+    pub dropped: u64,
+}
+
+/// A ring that forgets the oldest.
+#[derive(Debug)]
+struct Ring<T> {
+    items: VecDeque<T>,
+    dropped: u64,
+}
+
+impl<T> Ring<T> {
+    fn push(&mut self, item: T) {
+        if self.items.len() == RING {
+            self.items.pop_front();
+            self.dropped += 1;
+        }
+        self.items.push_back(item);
+    }
+}
+
+impl<T> Default for Ring<T> {
+    fn default() -> Ring<T> {
+        Ring { items: VecDeque::new(), dropped: 0 }
+    }
+}
+
+/// Where a pipeline writes its trace.
+#[derive(Debug)]
+pub struct Recorder {
+    origin: Instant,
+    stages: Vec<(String, (usize, usize), Mutex<Ring<StageSpan>>)>,
+    head: Mutex<Ring<HeadSpan>>,
+    states: Mutex<Ring<HeadInterval>>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+impl Recorder {
+    /// A recorder for stages of (device, layers); its clock begins now.
+    pub fn new(stages: impl IntoIterator<Item = (String, (usize, usize))>) -> Arc<Recorder> {
+        Arc::new(Recorder {
+            origin: Instant::now(),
+            stages: stages.into_iter().map(|(device, layers)| (device, layers, Mutex::default())).collect(),
+            head: Mutex::default(),
+            states: Mutex::default(),
+        })
+    }
+
+    /// The pipeline's clock.
+    pub fn now(&self) -> Nanos {
+        self.at(Instant::now())
+    }
+
+    /// An instant on the pipeline's clock.
+    pub fn at(&self, instant: Instant) -> Nanos {
+        instant.saturating_duration_since(self.origin).as_nanos() as Nanos
+    }
+
+    /// A stage has handed a micro-batch on.
+    pub fn stage(&self, stage: usize, span: StageSpan) {
+        locked(&self.stages[stage].2).push(span);
+    }
+
+    /// The head has sent a micro-batch.
+    pub fn sent(&self, span: HeadSpan) {
+        locked(&self.head).push(span);
+    }
+
+    /// The tail's answer to `step` came at `answered` and was drawn from by `sampled`.
+    pub fn answered(&self, step: u64, answered: Nanos, sampled: Nanos) {
+        if let Some(span) = locked(&self.head).items.iter_mut().rev().find(|span| span.step == step) {
+            (span.answered, span.sampled) = (answered, sampled);
+        }
+    }
+
+    /// The head was in `state` between two times; intervals of one state that touch become one.
+    pub fn state(&self, state: HeadState, from: Nanos, to: Nanos) {
+        let mut states = locked(&self.states);
+        match states.items.back_mut() {
+            Some(last) if last.state == state && last.to == from => last.to = to,
+            _ if to > from => states.push(HeadInterval { state, from, to }),
+            _ => {}
+        }
+    }
+
+    /// What is remembered now.
+    pub fn snapshot(&self) -> Trace {
+        let mut dropped = 0;
+        let stages = self.stages.iter().map(|(device, layers, ring)| {
+            let ring = locked(ring);
+            dropped += ring.dropped;
+            StageTrace { device: device.clone(), layers: *layers, spans: ring.items.iter().copied().collect() }
+        });
+        let stages = stages.collect();
+        let head = locked(&self.head);
+        Trace {
+            stages,
+            head: head.items.iter().copied().collect(),
+            states: locked(&self.states).items.iter().copied().collect(),
+            dropped: dropped + head.dropped,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ring_forgets_the_oldest_and_says_so() {
+        let recorder = Recorder::new([("a".to_owned(), (0, 2))]);
+        for step in 0..RING as u64 + 3 {
+            recorder.stage(0, StageSpan { step, ..StageSpan::default() });
+        }
+        let trace = recorder.snapshot();
+        assert_eq!((trace.stages[0].spans.len(), trace.stages[0].spans[0].step, trace.dropped), (RING, 3, 3));
+    }
+
+    #[test]
+    fn states_that_touch_become_one() {
+        let recorder = Recorder::new([]);
+        recorder.state(HeadState::Working, 0, 5);
+        recorder.state(HeadState::Working, 5, 9);
+        recorder.state(HeadState::Waiting, 9, 9);
+        recorder.state(HeadState::Waiting, 9, 12);
+        let states: Vec<_> = recorder.snapshot().states.iter().map(|s| (s.state, s.from, s.to)).collect();
+        assert_eq!(states, [(HeadState::Working, 0, 9), (HeadState::Waiting, 9, 12)]);
+    }
+}
