@@ -1,0 +1,703 @@
+//! Who computes what next: continuous batching over a pipeline. Pure: no I/O, no clock, no device; times come in.
+//!
+//! Each running sequence is in the pipe at most once when it decodes. Sequences whose last token is known wait in line,
+//! and every micro-batch takes its share of them: running sequences over `groups`, rounded up. So they fall into
+//! `groups` decode groups that follow each other through the pipe, as many as the stages keep busy. Prompts are cut in
+//! chunks that ride along under a token budget (Agrawal et al. 2024, arXiv:2403.02310), sized so that micro-batches take
+//! equal times; a chunk that is not the last waits for nothing.
+//!
+//! Every stage works through its micro-batches in the order in which the head sent them. So a page may be shared as
+//! soon as the micro-batch that fills it was sent, and given to another sequence as soon as the last one that needs
+//! it was.
+
+pub mod cost;
+pub mod pages;
+
+use std::collections::{BTreeMap, VecDeque};
+
+use pp_shaders::PAGE;
+use thiserror::Error;
+
+use cost::{Costs, Fits};
+use pages::{Pages, Table};
+
+/// Nanoseconds on the caller's clock.
+pub type Nanos = u64;
+
+/// A request, in the order of arrival.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RequestId(pub u64);
+
+/// One of the answers that a request wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Choice {
+    /// The request.
+    pub request: RequestId,
+    /// Which of its answers.
+    pub index: u32,
+}
+
+/// Bounds that the scheduler keeps.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limits {
+    /// Stages of the pipeline.
+    pub stages: usize,
+    /// Sequences that run at once: they hold pages on every stage.
+    pub sequences: usize,
+    /// Tokens of a micro-batch.
+    pub batch_tokens: usize,
+    /// Rows of logits of a micro-batch.
+    pub outputs: usize,
+    /// KV pages of the stage that has fewest.
+    pub pages: usize,
+    /// Positions of a sequence.
+    pub context: usize,
+    /// Micro-batches that the pipe takes before one must come back.
+    pub in_flight: usize,
+    /// Requests that wait for admission at once.
+    pub queue: usize,
+    /// Whether pages of ended sequences are kept for prompts that begin alike.
+    pub prefix_cache: bool,
+    /// Decode groups, in place of those that the measured costs suggest.
+    pub groups: Option<usize>,
+}
+
+impl Limits {
+    /// Positions that one sequence can reach.
+    pub fn capacity(&self) -> usize {
+        self.context.min(self.pages * PAGE)
+    }
+}
+
+/// What is asked for.
+#[derive(Clone, Debug, Default)]
+pub struct Job {
+    /// The prompt.
+    pub prompt: Vec<u32>,
+    /// Answers wanted, each a sequence of its own that shares the prompt's full pages.
+    pub choices: u32,
+    /// When it is given up.
+    pub deadline: Option<Nanos>,
+}
+
+/// Why a request is not taken.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[expect(missing_docs, reason = "the messages say it")]
+pub enum Refused {
+    #[error("the prompt has no tokens")]
+    EmptyPrompt,
+    #[error(
+        "the prompt has {tokens} tokens, the context holds {context}: shorten it, or raise --ctx if the model allows"
+    )]
+    PromptTooLong { tokens: usize, context: usize },
+    #[error("the prompt has {tokens} tokens, the KV cache holds {capacity}: shorten it, or raise --kv-tokens")]
+    NeverFits { tokens: usize, capacity: usize },
+    #[error("busy: {queued} requests wait already, at most {limit} may; try again in {retry_seconds:.0} s")]
+    Busy { queued: usize, limit: usize, retry_seconds: f64 },
+    #[error("{choices} answers were asked for, at most {limit} run at once (--max-sequences)")]
+    TooManyChoices { choices: usize, limit: usize },
+}
+
+/// Consecutive tokens of one sequence, in a micro-batch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Part {
+    /// Whose.
+    pub choice: Choice,
+    /// The sequence's name on the stages: new each time that it is admitted.
+    pub sequence: u64,
+    /// Position of the first token.
+    pub start: usize,
+    /// The tokens.
+    pub ids: Vec<u32>,
+    /// Pages that the sequence got since its last part.
+    pub new_pages: Vec<u32>,
+    /// Whether a token is to be drawn after the last one.
+    pub draws: bool,
+    /// Whether the draw needs all logits: an earlier one could not be decided without.
+    pub whole_row: bool,
+}
+
+/// A micro-batch.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Batch {
+    /// The decode group: no other micro-batch in flight has it.
+    pub group: u32,
+    /// Sequences whose tables the stages may forget.
+    pub released: Vec<u64>,
+    /// What is computed.
+    pub parts: Vec<Part>,
+    /// Tokens of prompts in it.
+    pub prefill_tokens: usize,
+    /// Sequences that decode in it.
+    pub decode_tokens: usize,
+}
+
+/// What to do now.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Next {
+    /// Send this.
+    Send(Batch),
+    /// Take an answer first.
+    Wait {
+        /// Whether requests wait for pages.
+        for_pages: bool,
+    },
+    /// Nothing is running and nothing waits.
+    Idle,
+}
+
+/// Numbers for people.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Status {
+    /// Requests and answers that wait for admission.
+    pub waiting: usize,
+    /// Sequences that hold pages.
+    pub running: usize,
+    /// Those of them that decode.
+    pub decoding: usize,
+    /// Decode groups.
+    pub groups: usize,
+    /// Micro-batches in the pipe.
+    pub in_flight: usize,
+    /// Pages held, idle with remembered contents, and all.
+    pub held_pages: usize,
+    /// As above.
+    pub idle_pages: usize,
+    /// As above.
+    pub pages: usize,
+    /// Sequences that lost their pages to older ones, so far.
+    pub preemptions: u64,
+    /// Prompt tokens that the prefix cache spared, so far.
+    pub spared_tokens: u64,
+}
+
+impl Status {
+    /// Whether one sequence has the pipe for itself: it then keeps one stage at a time busy.
+    pub fn single_stream(&self) -> bool {
+        self.running == 1 && self.waiting == 0
+    }
+}
+
+#[derive(Debug)]
+struct Sequence {
+    /// Prompt and answer so far.
+    tokens: Vec<u32>,
+    /// Tokens sent down the pipe since it was admitted.
+    sent: usize,
+    /// Pages told to the stages.
+    told: usize,
+    /// Parts in the pipe.
+    in_flight: usize,
+    admitted: Option<(u64, Table)>,
+    whole_row: bool,
+    deadline: Option<Nanos>,
+    spared: usize,
+    preempted: bool,
+}
+
+impl Sequence {
+    fn left(&self) -> usize {
+        self.tokens.len() - self.sent
+    }
+}
+
+#[derive(Debug)]
+struct Flight {
+    group: u32,
+    parts: Vec<(Choice, bool)>,
+    decodes: bool,
+}
+
+/// The scheduler.
+#[derive(Debug)]
+pub struct Scheduler {
+    limits: Limits,
+    pages: Pages,
+    sequences: BTreeMap<Choice, Sequence>,
+    /// In order of arrival; older ones first, also when they come back.
+    waiting: VecDeque<Choice>,
+    /// Admitted, with prompt left to send.
+    prefilling: Vec<Choice>,
+    /// Admitted, the last token known and not sent, longest first.
+    ready: VecDeque<Choice>,
+    in_flight: VecDeque<Flight>,
+    released: Vec<u64>,
+    requests: u64,
+    names: u64,
+    running: usize,
+    fits: Fits,
+    /// Tokens of a prompt's chunk at its start, and what chunks are sized after.
+    chunk: usize,
+    preemptions: u64,
+    spared: u64,
+    /// Requests that ended, and when the first began: for the retry hint.
+    ended: u64,
+    began: Option<Nanos>,
+    now: Nanos,
+}
+
+impl Scheduler {
+    /// A scheduler for a pipeline with nothing in it.
+    ///
+    /// # Panics
+    /// When a limit other than the queue is zero.
+    pub fn new(limits: Limits) -> Scheduler {
+        let all = [limits.stages, limits.sequences, limits.batch_tokens, limits.outputs, limits.pages, limits.context];
+        assert!(all.iter().all(|limit| *limit > 0) && limits.in_flight > 0, "limits are positive: {limits:?}");
+        Scheduler {
+            pages: Pages::new(limits.pages, limits.prefix_cache),
+            fits: Fits::new(limits.stages),
+            chunk: limits.batch_tokens,
+            limits,
+            sequences: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            prefilling: Vec::new(),
+            ready: VecDeque::new(),
+            in_flight: VecDeque::new(),
+            released: Vec::new(),
+            requests: 0,
+            names: 0,
+            running: 0,
+            preemptions: 0,
+            spared: 0,
+            ended: 0,
+            began: None,
+            now: 0,
+        }
+    }
+
+    /// The bounds.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Takes a request.
+    ///
+    /// # Errors
+    /// [`Refused`]: it can never run, or too many wait.
+    pub fn submit(&mut self, job: Job, now: Nanos) -> Result<RequestId, Refused> {
+        self.now = now;
+        let tokens = job.prompt.len();
+        let choices = job.choices.max(1);
+        if tokens == 0 {
+            return Err(Refused::EmptyPrompt);
+        }
+        if tokens > self.limits.context {
+            return Err(Refused::PromptTooLong { tokens, context: self.limits.context });
+        }
+        if tokens > self.limits.capacity() {
+            return Err(Refused::NeverFits { tokens, capacity: self.limits.capacity() });
+        }
+        if choices as usize > self.limits.sequences {
+            return Err(Refused::TooManyChoices { choices: choices as usize, limit: self.limits.sequences });
+        }
+        let queued = self.waiting.iter().filter(|choice| choice.index == 0).count();
+        if queued >= self.limits.queue.max(1) && !self.has_place() {
+            let retry_seconds = self.retry_seconds();
+            return Err(Refused::Busy { queued, limit: self.limits.queue, retry_seconds });
+        }
+        self.began.get_or_insert(now);
+        self.requests += 1;
+        let request = RequestId(self.requests);
+        for index in 0..choices {
+            let sequence = Sequence {
+                tokens: job.prompt.clone(),
+                sent: 0,
+                told: 0,
+                in_flight: 0,
+                admitted: None,
+                whole_row: false,
+                deadline: job.deadline,
+                spared: 0,
+                preempted: false,
+            };
+            self.sequences.insert(Choice { request, index }, sequence);
+            self.waiting.push_back(Choice { request, index });
+        }
+        Ok(request)
+    }
+
+    /// Whether a request that comes now would be admitted at once, if its pages are there.
+    fn has_place(&self) -> bool {
+        self.running + self.waiting.len() < self.limits.sequences
+    }
+
+    /// Seconds until a request that waits will probably have ended.
+    fn retry_seconds(&self) -> f64 {
+        let seconds = self.began.map_or(0.0, |began| self.now.saturating_sub(began) as f64 * 1e-9);
+        if self.ended == 0 { seconds.max(1.0) } else { (seconds / self.ended as f64).max(1.0) }
+    }
+
+    /// Decode groups: as many micro-batches with decoding sequences are in the pipe at once, at most.
+    pub fn groups(&self) -> usize {
+        let decoding = self.decoding().max(1);
+        let wanted = match (self.limits.groups, self.fits.costs()) {
+            (Some(groups), _) => groups,
+            (None, Some(costs)) => costs.best_groups(decoding),
+            (None, None) => self.limits.stages,
+        };
+        wanted.clamp(1, decoding.min(self.limits.in_flight))
+    }
+
+    /// Admitted sequences whose prompt has been sent.
+    fn decoding(&self) -> usize {
+        self.running - self.prefilling.len()
+    }
+
+    /// Numbers for people.
+    pub fn status(&self) -> Status {
+        Status {
+            waiting: self.waiting.len(),
+            running: self.running,
+            decoding: self.decoding(),
+            groups: self.groups(),
+            in_flight: self.in_flight.len(),
+            held_pages: self.pages.total() - self.pages.available(),
+            idle_pages: self.pages.idle(),
+            pages: self.pages.total(),
+            preemptions: self.preemptions,
+            spared_tokens: self.spared,
+        }
+    }
+
+    /// What the stages are measured to cost, once they were.
+    pub fn costs(&self) -> Option<Costs> {
+        self.fits.costs()
+    }
+
+    /// Whether any answer of a request is still to come.
+    pub fn knows(&self, request: RequestId) -> bool {
+        let first = Choice { request, index: 0 };
+        self.sequences.range(first..).next().is_some_and(|(choice, _)| choice.request == request)
+    }
+
+    /// Prompt tokens of an answer that the prefix cache spared; none for one that has ended.
+    pub fn spared(&self, choice: Choice) -> usize {
+        self.sequences.get(&choice).map_or(0, |sequence| sequence.spared)
+    }
+
+    /// The next micro-batch, if there is one to send.
+    pub fn next(&mut self, now: Nanos) -> Next {
+        self.now = now;
+        let short_of_pages = self.admit();
+        let mut batch = Batch { group: self.free_group(), ..Batch::default() };
+        let decode_flights = self.in_flight.iter().filter(|flight| flight.decodes).count();
+        if self.in_flight.len() < self.limits.in_flight {
+            let groups = self.groups();
+            if decode_flights < groups {
+                self.take_ready(&mut batch, groups);
+            }
+            // Chunks of prompts go ahead of answers, so one more than the stages can keep each of them busy.
+            let most = groups.max(self.limits.stages) + 1;
+            if !batch.parts.is_empty() || self.in_flight.len() < most {
+                self.take_prompts(&mut batch);
+            }
+        }
+        if batch.parts.is_empty() && (self.released.is_empty() || self.in_flight.len() >= self.limits.in_flight) {
+            let idle = self.in_flight.is_empty() && self.sequences.is_empty();
+            return if idle { Next::Idle } else { Next::Wait { for_pages: short_of_pages } };
+        }
+        batch.released = std::mem::take(&mut self.released);
+        self.in_flight.push_back(Flight {
+            group: batch.group,
+            parts: batch.parts.iter().map(|part| (part.choice, part.draws)).collect(),
+            decodes: batch.decode_tokens > 0,
+        });
+        Next::Send(batch)
+    }
+
+    fn free_group(&self) -> u32 {
+        let used = |group: &u32| self.in_flight.iter().any(|flight| flight.group == *group);
+        (0..).find(|group| !used(group)).unwrap_or(0)
+    }
+
+    /// Gives pages to those who wait, in order; true where the first found too few.
+    fn admit(&mut self) -> bool {
+        let mut at = 0;
+        let mut admitted = false;
+        let mut short = false;
+        while self.running < self.limits.sequences && at < self.waiting.len() {
+            let choice = self.waiting[at];
+            let sequence = &self.sequences[&choice];
+            // What was in the pipe when it lost its pages comes back first. An answer waits until another one of
+            // the same prompt has filled the pages that they share.
+            if sequence.in_flight > 0 || self.shares_with_one_in_prefill(choice) {
+                at += 1;
+                continue;
+            }
+            let positions = sequence.tokens.len();
+            // One page is left for each that runs already, so that admission is not undone in the next step.
+            let reserve = self.running;
+            if self.pages.cost(&sequence.tokens, positions) + reserve > self.pages.available() && self.running > 0 {
+                short = true;
+                break;
+            }
+            self.waiting.remove(at);
+            self.names += 1;
+            let sequence = self.sequences.get_mut(&choice).expect("waiting sequences exist");
+            let (mut table, spared) = self.pages.begin(&sequence.tokens);
+            let grown = self.pages.grow(&mut table, positions);
+            assert!(grown, "a sequence alone always fits: it was refused otherwise");
+            if !sequence.preempted {
+                sequence.spared = spared;
+                self.spared += spared as u64;
+            }
+            (sequence.sent, sequence.told) = (spared, 0);
+            sequence.admitted = Some((self.names, table));
+            self.prefilling.push(choice);
+            self.running += 1;
+            admitted = true;
+        }
+        if admitted {
+            self.prefilling.sort_unstable();
+            self.size_chunks();
+        }
+        short
+    }
+
+    fn shares_with_one_in_prefill(&self, choice: Choice) -> bool {
+        self.limits.prefix_cache
+            && choice.index > 0
+            && self.prefilling.iter().any(|other| other.request == choice.request)
+    }
+
+    /// Chunks for the prompts there are now: few enough to be worth their weights, enough to fill the pipe.
+    fn size_chunks(&mut self) {
+        let left: usize = self.prefilling.iter().map(|choice| self.sequences[choice].left()).sum();
+        let chunks = match self.fits.costs() {
+            Some(costs) => costs.prefill_chunks(left),
+            None => 1,
+        };
+        self.chunk = left.div_ceil(chunks.max(1)).clamp(PAGE.min(self.limits.batch_tokens), self.limits.batch_tokens);
+    }
+
+    /// A group's share of the sequences that wait in line.
+    fn take_ready(&mut self, batch: &mut Batch, groups: usize) {
+        // Prompts get on, however many decode.
+        let for_prompts = if self.prefilling.is_empty() { 0 } else { PAGE.min(self.limits.batch_tokens / 2) };
+        let most = (self.limits.batch_tokens - for_prompts).min(self.limits.outputs).max(1);
+        let share = self.decoding().div_ceil(groups).min(most);
+        let mut taken: Vec<Choice> = Vec::new();
+        while taken.len() < share {
+            let Some(choice) = self.ready.pop_front() else { break };
+            if self.make_room(choice, &mut taken) {
+                taken.push(choice);
+            }
+        }
+        for choice in taken {
+            let part = self.part(choice, 1);
+            batch.parts.push(part);
+            batch.decode_tokens += 1;
+        }
+    }
+
+    /// Makes room for a sequence's next token, at the cost of younger ones, those in `taken` among them; false where it
+    /// was itself the youngest.
+    fn make_room(&mut self, choice: Choice, taken: &mut Vec<Choice>) -> bool {
+        loop {
+            let sequence = self.sequences.get_mut(&choice).expect("running sequences exist");
+            let (_, table) = sequence.admitted.as_mut().expect("running sequences have a table");
+            if self.pages.grow(table, sequence.tokens.len()) {
+                return true;
+            }
+            let running = self.sequences.iter().filter(|(_, s)| s.admitted.is_some());
+            let youngest = running.map(|(choice, _)| *choice).next_back().expect("this one runs");
+            taken.retain(|other| *other != youngest);
+            self.preempt(youngest);
+            if youngest == choice {
+                return false;
+            }
+        }
+    }
+
+    /// Takes a sequence's pages; it will begin again.
+    fn preempt(&mut self, choice: Choice) {
+        self.preemptions += 1;
+        self.take_pages(choice);
+        let sequence = self.sequences.get_mut(&choice).expect("running sequences exist");
+        (sequence.sent, sequence.told, sequence.preempted) = (0, 0, true);
+        let at = self.waiting.partition_point(|other| *other < choice);
+        self.waiting.insert(at, choice);
+    }
+
+    fn take_pages(&mut self, choice: Choice) {
+        let Some(sequence) = self.sequences.get_mut(&choice) else { return };
+        let Some((name, table)) = sequence.admitted.take() else { return };
+        self.pages.release(table, &sequence.tokens[..sequence.sent]);
+        if sequence.told > 0 {
+            self.released.push(name);
+        }
+        self.prefilling.retain(|other| *other != choice);
+        self.ready.retain(|other| *other != choice);
+        self.running -= 1;
+    }
+
+    /// Chunks of prompts up to the budget: half of it to the oldest, so that it gets through, the rest to whoever has
+    /// least left, so that short ones do not wait for long ones.
+    fn take_prompts(&mut self, batch: &mut Batch) {
+        let decode = batch.decode_tokens;
+        let budget = self.chunk.saturating_sub(decode).max(PAGE).min(self.limits.batch_tokens - decode);
+        let Some(oldest) = self.prefilling.first().copied() else { return };
+        let mut others: Vec<Choice> = self.prefilling[1..].to_vec();
+        others.sort_by_key(|choice| (self.sequences[choice].left(), *choice));
+        let of_others: usize = others.iter().map(|choice| self.sequences[choice].left()).sum();
+        let first_share = budget.saturating_sub(of_others).max(budget.div_ceil(2));
+        let mut left = budget;
+        for (choice, share) in std::iter::once((oldest, first_share)).chain(others.into_iter().map(|c| (c, budget))) {
+            if left == 0 || batch.parts.len() >= self.limits.outputs.min(self.limits.sequences) {
+                break;
+            }
+            let sequence = &self.sequences[&choice];
+            let size = match self.fits.costs() {
+                Some(costs) => costs.chunk_at(self.chunk, sequence.sent),
+                None => self.chunk,
+            };
+            let count = sequence.left().min(share).min(left).min(size.max(PAGE));
+            let part = self.part(choice, count);
+            left -= count;
+            batch.prefill_tokens += count;
+            batch.parts.push(part);
+        }
+    }
+
+    fn part(&mut self, choice: Choice, count: usize) -> Part {
+        let sequence = self.sequences.get_mut(&choice).expect("running sequences exist");
+        let (name, table) = sequence.admitted.as_mut().expect("running sequences have a table");
+        let start = sequence.sent;
+        let ids = sequence.tokens[start..start + count].to_vec();
+        let new_pages = table.pages[sequence.told..].to_vec();
+        sequence.told = table.pages.len();
+        sequence.sent += count;
+        sequence.in_flight += 1;
+        self.pages.fill(table, &sequence.tokens[..sequence.sent]);
+        let draws = sequence.sent == sequence.tokens.len();
+        let whole_row = draws && std::mem::take(&mut sequence.whole_row);
+        let sequence_name = *name;
+        if draws {
+            self.prefilling.retain(|other| *other != choice);
+        }
+        Part { choice, sequence: sequence_name, start, ids, new_pages, draws, whole_row }
+    }
+
+    /// The tail has answered the oldest micro-batch in flight: for each output in it, whose it is; nothing where that
+    /// one is not wanted any more. Each must then be given to [`Scheduler::drawn`] or [`Scheduler::needs_row`].
+    ///
+    /// # Panics
+    /// When nothing is in flight.
+    pub fn answered(&mut self) -> Vec<Option<Choice>> {
+        let flight = self.in_flight.pop_front().expect("a micro-batch is in flight");
+        let mut drawn = Vec::new();
+        for (choice, draws) in flight.parts {
+            let sequence = self.sequences.get_mut(&choice);
+            if let Some(sequence) = sequence {
+                sequence.in_flight -= 1;
+                if draws {
+                    drawn.push(Some(choice));
+                }
+            } else if draws {
+                drawn.push(None);
+            }
+        }
+        drawn
+    }
+
+    /// A token was drawn; `last` ends the answer, and so does the end of what a sequence can hold.
+    pub fn drawn(&mut self, choice: Choice, token: u32, last: bool) {
+        let capacity = self.limits.capacity();
+        let Some(sequence) = self.sequences.get_mut(&choice) else { return };
+        if last || sequence.tokens.len() >= capacity {
+            self.end(choice);
+            return;
+        }
+        sequence.tokens.push(token);
+        if sequence.admitted.is_some() {
+            self.ready.push_back(choice);
+        }
+    }
+
+    /// The candidates did not decide: the last token is computed once more, with all its logits.
+    pub fn needs_row(&mut self, choice: Choice) {
+        let Some(sequence) = self.sequences.get_mut(&choice) else { return };
+        sequence.whole_row = true;
+        if sequence.admitted.is_some() {
+            sequence.sent -= 1;
+            self.ready.push_back(choice);
+        }
+    }
+
+    fn end(&mut self, choice: Choice) {
+        self.take_pages(choice);
+        self.waiting.retain(|other| *other != choice);
+        self.sequences.remove(&choice);
+        if !self.knows(choice.request) {
+            self.ended += 1;
+        }
+    }
+
+    /// Ends one answer of a request; its pages are free at once.
+    pub fn cancel_choice(&mut self, choice: Choice) {
+        if self.sequences.contains_key(&choice) {
+            self.end(choice);
+        }
+    }
+
+    /// Ends a request wherever it is; its pages are free at once.
+    pub fn cancel(&mut self, request: RequestId) {
+        let choices: Vec<Choice> = self.sequences.keys().filter(|c| c.request == request).copied().collect();
+        choices.into_iter().for_each(|choice| self.end(choice));
+    }
+
+    /// Ends the requests whose deadline has passed, and names them.
+    pub fn expire(&mut self, now: Nanos) -> Vec<RequestId> {
+        let late = |sequence: &Sequence| sequence.deadline.is_some_and(|deadline| deadline <= now);
+        let mut expired: Vec<_> = self.sequences.iter().filter(|(_, s)| late(s)).map(|(c, _)| c.request).collect();
+        expired.dedup();
+        expired.iter().for_each(|request| self.cancel(*request));
+        expired
+    }
+
+    /// The earliest deadline.
+    pub fn next_deadline(&self) -> Option<Nanos> {
+        self.sequences.values().filter_map(|sequence| sequence.deadline).min()
+    }
+
+    /// A micro-batch of `tokens` tokens took `seconds` on each stage; `overhead` seconds beyond them until the next
+    /// could be formed.
+    pub fn measured(&mut self, tokens: usize, attended: usize, seconds: &[f64], overhead: f64) {
+        self.fits.add(tokens, attended, seconds, overhead);
+    }
+
+    /// Gives the page space up for a use outside the scheduler: nothing runs, nothing is remembered.
+    ///
+    /// # Panics
+    /// When anything is running.
+    pub fn reset(&mut self) {
+        assert!(self.sequences.is_empty() && self.in_flight.is_empty(), "requests are running");
+        self.pages.forget_idle();
+    }
+
+    /// A name for a sequence of a use outside the scheduler, and the names to release.
+    pub fn foreign(&mut self) -> (u64, Vec<u64>) {
+        self.names += 1;
+        (self.names, std::mem::take(&mut self.released))
+    }
+
+    /// Says that the stages may forget a name.
+    pub fn release(&mut self, name: u64) {
+        self.released.push(name);
+    }
+
+    /// Everything in flight was given up, and the stages have forgotten every sequence: all that runs begins again.
+    pub fn restart(&mut self) {
+        self.in_flight.clear();
+        let running: Vec<Choice> =
+            self.sequences.iter().filter(|(_, s)| s.admitted.is_some()).map(|(c, _)| *c).collect();
+        running.into_iter().rev().for_each(|choice| self.preempt(choice));
+        self.sequences.values_mut().for_each(|sequence| sequence.in_flight = 0);
+        self.pages.forget_idle();
+        self.released.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,211 @@
+use super::*;
+
+fn limits() -> Limits {
+    Limits {
+        stages: 2,
+        sequences: 4,
+        batch_tokens: 64,
+        outputs: 64,
+        pages: 16,
+        context: 512,
+        in_flight: 8,
+        queue: 2,
+        prefix_cache: false,
+        groups: None,
+    }
+}
+
+fn job(tokens: usize) -> Job {
+    Job { prompt: vec![7; tokens], ..Job::default() }
+}
+
+fn sent(scheduler: &mut Scheduler) -> Batch {
+    match scheduler.next(0) {
+        Next::Send(batch) => batch,
+        other => panic!("{other:?} in place of a micro-batch"),
+    }
+}
+
+/// Answers the oldest micro-batch; every draw is `token`.
+fn answer(scheduler: &mut Scheduler, token: u32) -> Vec<Option<Choice>> {
+    let choices = scheduler.answered();
+    choices.iter().flatten().for_each(|choice| scheduler.drawn(*choice, token, false));
+    choices
+}
+
+#[test]
+fn what_can_never_run_is_refused_with_the_reason() {
+    let mut scheduler = Scheduler::new(Limits { pages: 4, ..limits() });
+    assert_eq!(scheduler.submit(job(0), 0), Err(Refused::EmptyPrompt));
+    assert_eq!(scheduler.submit(job(513), 0), Err(Refused::PromptTooLong { tokens: 513, context: 512 }));
+    assert_eq!(scheduler.submit(job(129), 0), Err(Refused::NeverFits { tokens: 129, capacity: 128 }));
+    let many = Job { choices: 5, ..job(4) };
+    assert_eq!(scheduler.submit(many, 0), Err(Refused::TooManyChoices { choices: 5, limit: 4 }));
+    assert!(scheduler.submit(job(128), 0).is_ok());
+}
+
+#[test]
+fn a_full_queue_is_busy_and_says_when_to_come_again() {
+    let mut scheduler = Scheduler::new(Limits { sequences: 1, ..limits() });
+    scheduler.submit(job(4), 0).unwrap();
+    sent(&mut scheduler);
+    scheduler.submit(job(4), 0).unwrap();
+    scheduler.submit(job(4), 0).unwrap();
+    let refused = scheduler.submit(job(4), 3_000_000_000);
+    assert_eq!(refused, Err(Refused::Busy { queued: 2, limit: 2, retry_seconds: 3.0 }));
+}
+
+/// T16: a cancelled sequence's pages are free at once, and the stages hear of it with the next micro-batch, which is made
+/// for it if there is no other.
+#[test]
+fn t16_cancel_frees_everything_within_one_micro_batch() {
+    let mut scheduler = Scheduler::new(limits());
+    let huge = scheduler.submit(job(200), 0).unwrap();
+    let first = sent(&mut scheduler);
+    assert!(!first.parts[0].draws, "in the middle of its prompt");
+    scheduler.cancel(huge);
+    assert_eq!(scheduler.status().held_pages, 0);
+    let next = sent(&mut scheduler);
+    assert_eq!((next.released, next.parts.len()), (vec![first.parts[0].sequence], 0));
+    assert_eq!(scheduler.answered(), vec![]);
+    assert_eq!(scheduler.answered(), vec![]);
+    assert_eq!(scheduler.next(0), Next::Idle);
+    // With others running it rides along.
+    let stays = scheduler.submit(job(4), 0).unwrap();
+    let goes = scheduler.submit(job(4), 0).unwrap();
+    let both = sent(&mut scheduler);
+    let name = both.parts.iter().find(|part| part.choice.request == goes).unwrap().sequence;
+    scheduler.cancel(goes);
+    answer(&mut scheduler, 1);
+    let next = sent(&mut scheduler);
+    assert_eq!((next.released, next.parts.len()), (vec![name], 1));
+    assert_eq!(next.parts[0].choice.request, stays);
+}
+
+#[test]
+fn an_answer_of_a_cancelled_request_belongs_to_nobody() {
+    let mut scheduler = Scheduler::new(limits());
+    let request = scheduler.submit(job(4), 0).unwrap();
+    sent(&mut scheduler);
+    scheduler.cancel(request);
+    assert_eq!(scheduler.answered(), vec![None]);
+}
+
+#[test]
+fn the_youngest_gives_way_and_begins_again() {
+    let mut scheduler = Scheduler::new(Limits { pages: 4, sequences: 2, ..limits() });
+    let old = scheduler.submit(job(31), 0).unwrap();
+    let young = scheduler.submit(job(31), 0).unwrap();
+    let mut tokens = [31usize; 2];
+    let mut preempted = false;
+    for _ in 0..400 {
+        match scheduler.next(0) {
+            Next::Send(batch) => {
+                for part in &batch.parts {
+                    let at = usize::from(part.choice.request == young);
+                    assert!(part.start + part.ids.len() <= tokens[at]);
+                    preempted |= part.choice.request == young && part.start == 0 && tokens[at] > 31;
+                }
+            }
+            Next::Wait { .. } => {
+                for choice in scheduler.answered().into_iter().flatten() {
+                    tokens[usize::from(choice.request == young)] += 1;
+                    let last = tokens[usize::from(choice.request == young)] == 100;
+                    scheduler.drawn(choice, 3, last);
+                }
+            }
+            Next::Idle => break,
+        }
+    }
+    assert_eq!(tokens, [100, 100], "both ended");
+    assert!(preempted && scheduler.status().preemptions >= 1);
+    assert!(!scheduler.knows(old) && !scheduler.knows(young));
+    assert_eq!(scheduler.status().held_pages, 0);
+}
+
+#[test]
+fn an_answer_ends_where_the_cache_does() {
+    let mut scheduler = Scheduler::new(Limits { pages: 2, ..limits() });
+    let request = scheduler.submit(job(60), 0).unwrap();
+    let mut drawn = 0;
+    while scheduler.knows(request) {
+        match scheduler.next(0) {
+            Next::Send(_) => {}
+            _ => drawn += answer(&mut scheduler, 1).len(),
+        }
+    }
+    // 64 positions: 60 of the prompt, 4 of tokens that are fed again, and one more is drawn after the last.
+    assert_eq!(drawn, 5);
+}
+
+#[test]
+fn what_is_late_is_given_up() {
+    let mut scheduler = Scheduler::new(limits());
+    let late = scheduler.submit(Job { deadline: Some(10), ..job(4) }, 0).unwrap();
+    scheduler.submit(Job { deadline: Some(30), ..job(4) }, 0).unwrap();
+    assert_eq!((scheduler.next_deadline(), scheduler.expire(9)), (Some(10), vec![]));
+    assert_eq!(scheduler.expire(10), vec![late]);
+    assert_eq!(scheduler.next_deadline(), Some(30));
+}
+
+#[test]
+fn decode_groups_follow_each_other_and_none_is_in_flight_twice() {
+    let mut scheduler = Scheduler::new(Limits { sequences: 8, batch_tokens: 128, pages: 64, ..limits() });
+    (0..8).for_each(|_| assert!(scheduler.submit(job(4), 0).is_ok()));
+    sent(&mut scheduler);
+    answer(&mut scheduler, 1);
+    // Two stages, so two groups of four.
+    let (a, b) = (sent(&mut scheduler), sent(&mut scheduler));
+    assert_eq!((a.parts.len(), b.parts.len(), a.group, b.group), (4, 4, 0, 1));
+    assert_eq!(scheduler.next(0), Next::Wait { for_pages: false });
+    for _ in 0..4 {
+        answer(&mut scheduler, 1);
+        let again = sent(&mut scheduler);
+        assert_eq!((again.parts.len(), again.group), (4, 0));
+        answer(&mut scheduler, 1);
+        assert_eq!(sent(&mut scheduler).group, 1);
+    }
+}
+
+#[test]
+fn prompts_ride_along_under_the_budget() {
+    let mut scheduler = Scheduler::new(limits());
+    scheduler.submit(job(4), 0).unwrap();
+    sent(&mut scheduler);
+    answer(&mut scheduler, 1);
+    scheduler.submit(job(100), 0).unwrap();
+    let mixed = sent(&mut scheduler);
+    assert_eq!((mixed.decode_tokens, mixed.prefill_tokens, mixed.parts.len()), (1, 63, 2));
+    assert!(mixed.parts[0].draws && !mixed.parts[1].draws);
+    let rest = sent(&mut scheduler);
+    assert_eq!((rest.decode_tokens, rest.prefill_tokens), (0, 37));
+    assert!(rest.parts[0].draws);
+}
+
+#[test]
+fn a_draw_that_is_not_decided_computes_the_token_again() {
+    let mut scheduler = Scheduler::new(limits());
+    scheduler.submit(job(40), 0).unwrap();
+    sent(&mut scheduler);
+    let choice = scheduler.answered()[0].unwrap();
+    scheduler.needs_row(choice);
+    let again = sent(&mut scheduler);
+    let part = &again.parts[0];
+    assert_eq!((part.start, part.ids.len(), part.draws, part.whole_row), (39, 1, true, true));
+    scheduler.answered();
+    scheduler.drawn(choice, 5, false);
+    let on = sent(&mut scheduler);
+    assert_eq!((on.parts[0].start, on.parts[0].ids[0], on.parts[0].whole_row), (40, 5, false));
+}
+
+#[test]
+fn a_broken_pipe_begins_again_with_what_is_known() {
+    let mut scheduler = Scheduler::new(limits());
+    scheduler.submit(job(4), 0).unwrap();
+    sent(&mut scheduler);
+    answer(&mut scheduler, 9);
+    sent(&mut scheduler);
+    scheduler.restart();
+    let again = sent(&mut scheduler);
+    assert_eq!((again.parts[0].start, &again.parts[0].ids), (0, &vec![7, 7, 7, 7, 9]));
+}
