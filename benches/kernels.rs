@@ -10,7 +10,7 @@ use pp_engine::backend::{Backend, Run};
 use pp_engine::program::{BufferId, Count, Grid, Op, Program, Shape};
 use pp_engine::quant::row_blocks;
 use pp_shaders::profile::{Product, TOP_K, TOP_K_CHUNK};
-use pp_shaders::{Act, Format, Kernel, KvType, PAGE, Profile, SPLIT, Variant, params};
+use pp_shaders::{Act, Edit, Format, Kernel, KvType, PAGE, Profile, SPLIT, Variant, params};
 
 const HIDDEN: usize = 1536;
 const HEAD_DIM: usize = 128;
@@ -18,6 +18,8 @@ const KV_HEADS: usize = 2;
 const GROUP: usize = 6;
 const HEADS: usize = KV_HEADS * GROUP;
 const VOCAB: usize = 49152;
+/// Edits of logits: the distinct tokens of a long prompt.
+const EDITS: usize = 1024;
 /// Tokens of the kernels that take many.
 const MANY: usize = 64;
 /// Position of the token in decode attention.
@@ -73,6 +75,7 @@ fn all(profile: &Profile) -> Vec<Case> {
     }
     cases.extend(attention(profile));
     cases.extend(top_k(profile));
+    cases.push(edits(profile));
     cases
 }
 
@@ -259,7 +262,7 @@ fn attention(profile: &Profile) -> Vec<Case> {
     cases.into_iter().chain(short).collect()
 }
 
-fn top_k(profile: &Profile) -> [Case; 2] {
+fn top_k(profile: &Profile) -> [Case; 3] {
     let chunks = VOCAB.div_ceil(TOP_K_CHUNK as usize);
     let p = params::TopK { tokens: 0, vocab: VOCAB as u32, chunks: chunks as u32 };
     let logits = || Words((0..VOCAB as u32).map(|i| ((i * 7919 % 10_007) as f32 / 500.0).to_bits()).collect());
@@ -275,6 +278,7 @@ fn top_k(profile: &Profile) -> [Case; 2] {
         weight_bytes: 0,
     };
     [
+        case(Kernel::LseChunk, vec![logits(), Zero(stats)], Grid::Chunks { chunks: chunks as u32 }),
         case(
             Kernel::TopkChunk,
             vec![logits(), outputs(), Zero(best), Zero(stats)],
@@ -282,10 +286,24 @@ fn top_k(profile: &Profile) -> [Case; 2] {
         ),
         case(
             Kernel::TopkMerge,
-            vec![logits(), outputs(), Zero(best), Zero(stats), Zero(8 * (TOP_K as usize + 2))],
+            vec![logits(), outputs(), Zero(best), Zero(stats), Zero(stats), Zero(8 * (TOP_K as usize + 2))],
             Grid::Each,
         ),
     ]
+}
+
+/// The penalties of an answer.
+fn edits(profile: &Profile) -> Case {
+    let edits: Vec<Edit> = (0..EDITS as u32).map(|i| Edit { place: i * 7919 % VOCAB as u32, ..Edit::NONE }).collect();
+    Case {
+        name: format!("edit_logits, {EDITS}"),
+        variant: profile.edit_logits(),
+        params: bytes_of(&params::EditLogits { tokens: 0, zero: 0 }),
+        buffers: vec![Words(bytemuck::cast_slice(&edits).to_vec()), Zero(4 * VOCAB), Zero(4 * EDITS)],
+        grid: Grid::Rows { workgroups: 1, tokens: profile.flat },
+        shape: tokens(EDITS),
+        weight_bytes: 0,
+    }
 }
 
 fn kernels(c: &mut Criterion) {
@@ -317,6 +335,7 @@ fn kernels(c: &mut Criterion) {
             note: String::new(),
             weight_bytes: case.weight_bytes,
             operations: 0,
+            split_operations: 0,
         };
         let program = gpu.prepare(Program { ops: vec![op] }).expect("the driver takes the kernel");
         let programs = [(program, case.shape)];

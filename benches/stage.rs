@@ -27,8 +27,14 @@ fn open() -> Stage {
     let checkpoint = Checkpoint::open(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let adapter = Adapter::choose(&Adapter::all(), &[], 1).expect("a Vulkan adapter").remove(0);
     let device = Device::Gpu { profile: adapter.profile(), adapter, checked: false };
-    let options =
-        StageOptions { activations: Act::Q8, kv: KvType::F16, context: CONTEXT, sequences: 1, chunk: TOKENS as usize };
+    let options = StageOptions {
+        activations: Act::Q8,
+        kv: KvType::F16,
+        context: CONTEXT,
+        sequences: 1,
+        kv_tokens: CONTEXT,
+        chunk: TOKENS as usize,
+    };
     let spec = StageSpec::pipeline(&[checkpoint.config.layers]).remove(0);
     let layout = StageLayout::new(&checkpoint, spec, options, device.profile(), device.limits()).expect("it fits");
     let backend = device.open().expect("the device opens");
@@ -36,7 +42,14 @@ fn open() -> Stage {
 }
 
 fn step(start: u32, count: u32, new_pages: Vec<u32>) -> Step {
-    let output = OutputRequest { row: count - 1, target: 0, top_k: 1, inverse_temperature: 1.0, whole_row: false };
+    let output = OutputRequest {
+        row: count - 1,
+        target: 0,
+        top_k: 1,
+        inverse_temperature: 1.0,
+        whole_row: false,
+        edits: Vec::new(),
+    };
     Step {
         spans: vec![Span { sequence: 1, start, count, new_pages }],
         ids: (start..start + count).map(|i| i * 7 % 97).collect(),

@@ -19,7 +19,7 @@ fn local(c: &mut Criterion) {
         let echo = std::thread::spawn(move || {
             loop {
                 match there.receive(WAIT) {
-                    Ok(frame) => there.send(frame).expect("the other end waits for it"),
+                    Ok(arrival) => there.send(arrival.frame).expect("the other end waits for it"),
                     Err(PortError::Timeout { .. }) => {}
                     Err(_) => return,
                 }

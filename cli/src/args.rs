@@ -64,8 +64,14 @@ pub enum Verb {
     Plan(PlanArgs),
     /// How well a model predicts a text: negative log-likelihood and perplexity
     Perplexity(PerplexityArgs),
-    /// How fast a model runs: prompt and answer tokens per second at several depths
+    /// How fast a model runs: prompt and answer tokens per second at several depths, or with several requests at once
     Bench(BenchArgs),
+    /// Answer a file of requests, many at a time; goes on where it was interrupted
+    Batch(BatchArgs),
+    /// A pipeline in virtual time: what a load would get out of stages and hops of given costs
+    Sim(SimArgs),
+    /// Where a pipeline's time went: who was busy when, why the others were not, and what to do about it
+    Trace(TraceArgs),
 }
 
 /// One answer.
@@ -84,6 +90,12 @@ pub struct RunArgs {
     /// Print less: neither notes nor the closing table (stderr)
     #[arg(short, long, help_heading = "Output")]
     pub quiet: bool,
+    /// Write what every stage did when to FILE: Chrome's trace format, for `pp-run trace` and ui.perfetto.dev
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub trace: Option<PathBuf>,
+    /// Show what the stages, the queue and the KV cache are doing, at the foot of the terminal (stderr)
+    #[arg(long, help_heading = "Output")]
+    pub live: bool,
     /// With --json: add each token's log-probability and those of the N likeliest (0 to 64)
     #[arg(long, value_name = "N", help_heading = "Output")]
     pub logprobs: Option<u32>,
@@ -165,9 +177,21 @@ pub struct PipelineArgs {
     /// Shapes of the kernels: for graphics cards or for software drivers; auto is by adapter
     #[arg(long, value_enum, default_value_t, value_name = "PROFILE", help_heading = "Pipeline")]
     pub profile: ProfileArg,
-    /// Most tokens of a prompt that pass through the pipeline at once (default: the profile's, 512 or 128)
+    /// Most tokens, of all requests, of a micro-batch; prompts are cut to it (default: the profile's, 512 or 128)
+    #[arg(long, alias = "chunk", value_name = "TOKENS", help_heading = "Pipeline")]
+    pub max_batch_tokens: Option<usize>,
+    /// Most requests, or answers of one, that run at once; others wait (default: as many as there are, up to 16)
+    #[arg(long, value_name = "N", help_heading = "Pipeline")]
+    pub max_sequences: Option<usize>,
+    /// Size of the KV cache that all requests share, in tokens (default: room for --max-sequences, or what fits)
     #[arg(long, value_name = "TOKENS", help_heading = "Pipeline")]
-    pub chunk: Option<usize>,
+    pub kv_tokens: Option<usize>,
+    /// Do not keep the KV pages of what has ended for prompts that begin alike
+    #[arg(long, help_heading = "Pipeline")]
+    pub no_prefix_cache: bool,
+    /// Decode groups that follow each other through the pipe (default: by the measured cost of the stages)
+    #[arg(long, value_name = "M", help_heading = "Pipeline")]
+    pub groups: Option<usize>,
 }
 
 /// How tokens are chosen.
@@ -272,7 +296,9 @@ pub struct PerplexityArgs {
 
 /// `bench`
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  pp-run bench -m qwen.gguf --prompt-tokens 128 --gen-tokens 32 --depths 0,512,2048")]
+#[command(
+    after_help = "Examples:\n  pp-run bench -m qwen.gguf --prompt-tokens 128 --gen-tokens 32 --depths 0,512,2048\n  pp-run bench -m qwen.gguf --stages 4 --concurrency 1,2,4,8"
+)]
 pub struct BenchArgs {
     /// Tokens of the prompt whose speed is measured
     #[arg(long, value_name = "TOKENS", default_value_t = 128)]
@@ -286,6 +312,18 @@ pub struct BenchArgs {
     /// Measured repetitions, after one that is not counted
     #[arg(long, value_name = "N", default_value_t = 5)]
     pub reps: usize,
+    /// Requests at once, comma-separated: a row for each, in place of depths and roofline
+    #[arg(long, value_name = "N,…", value_delimiter = ',', conflicts_with = "depths")]
+    pub concurrency: Vec<usize>,
+    /// Replay requests, JSON, one a line as `batch` takes them, at their arrival_ms; prompt_tokens in place of a prompt
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["concurrency", "depths"])]
+    pub requests: Option<PathBuf>,
+    /// With --concurrency or --requests: write what every stage did when to FILE, for `pp-run trace`
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    /// With --concurrency or --requests: show what the stages, the queue and the KV cache are doing (stderr)
+    #[arg(long)]
+    pub live: bool,
     /// Skip the roofline: what the device can do at most, and each kernel's share of it (loads the stages once more)
     #[arg(long)]
     pub no_roofline: bool,
@@ -293,6 +331,149 @@ pub struct BenchArgs {
     pub model: ModelArgs,
     #[command(flatten)]
     pub pipeline: PipelineArgs,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `batch`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  pp-run batch questions.jsonl -o answers.jsonl -m qwen.gguf --stages 4
+  echo '{\"id\": 1, \"prompt\": \"2 + 2?\", \"max_tokens\": 8}' > q.jsonl; pp-run batch q.jsonl -o a.jsonl
+
+A request has OpenAI's names: id, prompt or messages, raw, max_tokens, temperature, top_p, top_k, min_p, \
+presence_penalty, frequency_penalty, repetition_penalty, logit_bias, logprobs, n, seed, stop, deadline_seconds. \
+What a request does not say is as the options say; the seed is 0 where neither says one.
+An answer has line, id, tokens, text, finish_reason, logprobs, choices (where n > 1), usage, timings; or line, id, error.
+Run again with the same files, it answers what has no answer yet.")]
+pub struct BatchArgs {
+    /// Requests: JSON, one a line
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// Answers: JSON, one a line, in the order in which they are complete
+    #[arg(short, long, value_name = "FILE")]
+    pub out: PathBuf,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Jinja chat template to use instead of the model's own
+    #[arg(long, value_name = "FILE", help_heading = "Prompt")]
+    pub chat_template: Option<PathBuf>,
+    #[command(flatten)]
+    pub pipeline: PipelineArgs,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Write what every stage did when to FILE, for `pp-run trace` and ui.perfetto.dev
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub trace: Option<PathBuf>,
+    /// Show what the stages, the queue and the KV cache are doing, at the foot of the terminal (stderr)
+    #[arg(long, help_heading = "Output")]
+    pub live: bool,
+    /// Print less: no notes (stderr)
+    #[arg(short, long, help_heading = "Output")]
+    pub quiet: bool,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `sim`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  pp-run sim --stages 4 --stage 20,1 --count 100 --rate 5        four stages of 20 ms + 1 ms a token
+  pp-run sim --stage 20,1 --stage 30,1 --hop 0.5,0.01 --count 8  unequal stages, hops of 0.5 ms + 10 µs a token
+  pp-run sim --stages 4 --stage 20,1 --count 16 --rate 0 --trace sim.json && pp-run trace sim.json")]
+pub struct SimArgs {
+    /// Number of stages, where one --stage stands for all (default: as many as --stage is given)
+    #[arg(long, value_name = "N", value_parser = stages)]
+    pub stages: Option<usize>,
+    /// What a stage takes: ms a micro-batch, ms a token, ms a thousand positions attended to (repeatable)
+    #[arg(long, value_name = "MS[,MS[,MS]]", default_value = "20,1")]
+    pub stage: Vec<String>,
+    /// What a hop takes: ms of latency, ms a token on the link; the last leads back to the head (repeatable)
+    #[arg(long, value_name = "MS[,MS]")]
+    pub hop: Vec<String>,
+    /// What a hop may take beyond, at random, ms
+    #[arg(long, value_name = "MS", default_value = "0")]
+    pub jitter: String,
+    /// What the head takes to draw the tokens of a micro-batch, ms
+    #[arg(long, value_name = "MS", default_value = "0.1")]
+    pub sampling: String,
+    /// Requests to replay in place of made-up ones: JSON, one a line, with prompt_tokens, max_tokens, n, arrival_ms
+    #[arg(long, value_name = "FILE")]
+    pub requests: Option<PathBuf>,
+    /// Made-up requests
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    pub count: usize,
+    /// Requests a second (Poisson arrivals); 0: all at once
+    #[arg(long, value_name = "R", default_value_t = 0.0)]
+    pub rate: f64,
+    /// Tokens of a prompt, or a range, uniform in the logarithm
+    #[arg(long, value_name = "N|N..N", default_value = "32..512")]
+    pub prompt: String,
+    /// Tokens of an answer, or a range
+    #[arg(long, value_name = "N|N..N", default_value = "16..128")]
+    pub answer: String,
+    /// Share of prompts that begin like others
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    pub shared: f64,
+    /// Share of requests that are cancelled within 10 s
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    pub cancelled: f64,
+    /// Most sequences at once
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub max_sequences: usize,
+    /// Most tokens of a micro-batch
+    #[arg(long, value_name = "TOKENS", default_value_t = 512)]
+    pub max_batch_tokens: usize,
+    /// Size of the KV cache
+    #[arg(long, value_name = "TOKENS", default_value_t = 65536)]
+    pub kv_tokens: usize,
+    /// Positions of a sequence
+    #[arg(short, long, value_name = "TOKENS", default_value_t = 4096)]
+    pub ctx: usize,
+    /// Requests that may wait; more are refused
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    pub queue: usize,
+    /// Decode groups (default: by the cost of the stages, as the scheduler learns it)
+    #[arg(long, value_name = "M")]
+    pub groups: Option<usize>,
+    /// Do not keep the pages of what has ended
+    #[arg(long)]
+    pub no_prefix_cache: bool,
+    /// Start of the random numbers
+    #[arg(short, long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Write what every stage did when to FILE, for `pp-run trace` and ui.perfetto.dev
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `trace`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  pp-run trace run.json                        who was busy when, and what to do
+  pp-run trace run.json --from 1.5 --to 1.7    only these 200 ms
+  pp-run trace run.json --svg run.svg          the same as a picture
+  pp-run trace run.json --json | jq .actions   for programs
+
+https://ui.perfetto.dev opens the file as well.")]
+pub struct TraceArgs {
+    /// A trace that pp-run wrote
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// Draw it into a file too
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+    /// Begin here, in seconds after the first micro-batch was sent
+    #[arg(long, value_name = "S", allow_negative_numbers = true)]
+    pub from: Option<f64>,
+    /// End here, in seconds after the first micro-batch was sent
+    #[arg(long, value_name = "S", allow_negative_numbers = true)]
+    pub to: Option<f64>,
     #[command(flatten)]
     pub output: OutputArgs,
 }

@@ -19,6 +19,7 @@ pub fn flag() -> &'static AtomicBool {
 pub fn install() {
     let heard = || {
         if CANCEL.swap(true, Ordering::Relaxed) || !HEEDED.load(Ordering::Relaxed) {
+            output::live::restore();
             std::process::exit(Exit::Cancelled as i32);
         }
         output::stopping();

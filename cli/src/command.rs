@@ -1,21 +1,29 @@
 //! What each verb does.
 
+mod batch;
 mod bench;
 mod devices;
 mod inspect;
 mod perplexity;
 mod plan;
 mod run;
+mod sim;
+mod trace;
 
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use pp_engine::checkpoint::Checkpoint;
-use pp_engine::head::Head;
+use pp_engine::head::{Head, HeadOptions};
 use pp_engine::pipeline::{Pipeline, PipelineError};
+use pp_engine::tokenizer::Tokenizer;
+use pp_engine::trace::{Trace, chrome};
 
-use crate::args::{Cli, ModelArgs, Verb};
+use crate::args::{Cli, ModelArgs, PipelineArgs, Verb};
 use crate::models::Places;
 use crate::output::Out;
 use crate::output::progress::Loading;
@@ -35,6 +43,9 @@ pub fn run(cli: Cli) -> Result<ExitCode> {
         Some(Verb::Plan(args)) => plan::run(&args),
         Some(Verb::Perplexity(args)) => perplexity::run(&args),
         Some(Verb::Bench(args)) => bench::run(&args),
+        Some(Verb::Batch(args)) => batch::run(&args),
+        Some(Verb::Sim(args)) => sim::run(&args),
+        Some(Verb::Trace(args)) => trace::run(&args),
     }
 }
 
@@ -44,11 +55,9 @@ fn open(args: &ModelArgs) -> Result<Arc<Checkpoint>> {
 }
 
 /// Loads a plan's stages, with a bar each. Returns the seconds it took.
-fn load(plan: &Plan, out: &Out) -> Result<(Head, f64)> {
+fn load(plan: &Plan, options: HeadOptions, tokenizer: Arc<Tokenizer>, out: &Out) -> Result<(Head, f64)> {
     let started = std::time::Instant::now();
-    if let Some(note) = plan.context_note() {
-        out.note(&note);
-    }
+    plan.notes().iter().for_each(|note| out.note(note));
     let stages = plan.layouts.iter().zip(&plan.devices).map(|(layout, device)| {
         let layers = (layout.spec.layers.start, layout.spec.layers.end);
         let name = format!("stage {}  layers {}  {}", layout.spec.index, layer_range(layers), device.name());
@@ -75,7 +84,22 @@ fn load(plan: &Plan, out: &Out) -> Result<(Head, f64)> {
             out.note(&format!("stage {}: {}", report.spec.index, widened.text()));
         }
     }
-    Ok((Head::new(pipeline), started.elapsed().as_secs_f64()))
+    Ok((Head::new(pipeline, tokenizer, options), started.elapsed().as_secs_f64()))
+}
+
+/// What was typed for the head.
+fn head_options(args: &PipelineArgs) -> HeadOptions {
+    HeadOptions { prefix_cache: !args.no_prefix_cache, groups: args.groups, ..HeadOptions::default() }
+}
+
+/// Writes a trace for `pp-run trace` and Perfetto.
+fn write_trace(trace: &Trace, path: &Path) -> Result<()> {
+    let write = || -> std::io::Result<()> {
+        let mut file = BufWriter::new(File::create(path)?);
+        chrome::write(trace, &mut file)?;
+        file.flush()
+    };
+    write().with_context(|| format!("cannot write the trace to {}", path.display()))
 }
 
 /// As `--activations` and `--kv` spell them.

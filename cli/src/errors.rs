@@ -68,8 +68,8 @@ fn known(error: &(dyn std::error::Error + 'static)) -> Option<Exit> {
     if let Some(error) = error.downcast_ref::<HeadError>() {
         return Some(match error {
             HeadError::Pipeline(error) => of_pipeline(error),
-            HeadError::EmptyPrompt | HeadError::PromptTooLong { .. } | HeadError::NoSuchToken { .. } => Exit::Usage,
-            HeadError::Pages(_) => Exit::Failure,
+            HeadError::Refused(_) | HeadError::NoSuchToken { .. } => Exit::Usage,
+            HeadError::Stuck { .. } => Exit::Failure,
         });
     }
     if let Some(error) = error.downcast_ref::<PipelineError>() {
@@ -135,6 +135,8 @@ pub fn advice(error: &anyhow::Error) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
+    use pp_engine::schedule::Refused;
+
     use super::*;
 
     #[test]
@@ -142,7 +144,7 @@ mod tests {
         let check = |error: anyhow::Error, exit| assert_eq!(exit_of(&error), exit, "{error}");
         check(usage("x"), Exit::Usage);
         check(device("x").context("while opening"), Exit::Device);
-        check(HeadError::EmptyPrompt.into(), Exit::Usage);
+        check(HeadError::from(Refused::EmptyPrompt).into(), Exit::Usage);
         check(PipelineError::Cancelled.into(), Exit::Cancelled);
         check(HeadError::Pipeline(PipelineError::Silent { seconds: 1 }).into(), Exit::Failure);
         check(AdapterError::None.into(), Exit::Device);

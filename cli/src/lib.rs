@@ -12,7 +12,9 @@ mod memory;
 mod models;
 mod output;
 mod plan;
+mod prompts;
 mod report;
+mod requests;
 mod settings;
 
 use std::process::ExitCode;

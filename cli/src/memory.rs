@@ -46,7 +46,7 @@ pub fn pools(devices: &[Device]) -> Vec<Pool> {
     for (stage, device) in devices.iter().enumerate() {
         let host = match device {
             Device::Gpu { adapter, .. } => adapter.is_software(),
-            Device::Reference { .. } => true,
+            Device::Reference { .. } | Device::Paced { .. } => true,
         };
         let key = if host { "host".to_owned() } else { device.id() };
         if let Some((_, pool)) = pools.iter_mut().find(|(k, _)| *k == key) {

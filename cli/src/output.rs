@@ -1,5 +1,6 @@
 //! The only module that prints. Results go to stdout, everything else to stderr; text and JSON come from one struct.
 
+pub mod live;
 pub mod progress;
 
 use std::io::{self, IsTerminal, Write};
@@ -26,6 +27,11 @@ impl Out {
     /// `json`: stdout is for one JSON object only. `quiet`: no notes.
     pub fn new(json: bool, quiet: bool) -> Out {
         Out { json, quiet }
+    }
+
+    /// The same without notes, if `quiet`.
+    pub fn quiet_if(self, quiet: bool) -> Out {
+        Out { quiet: self.quiet || quiet, ..self }
     }
 
     /// Whether stdout is for one JSON object only.
@@ -142,8 +148,37 @@ fn say(text: &str) {
 
 /// Whether stderr takes colours.
 fn colours() -> bool {
+    takes_colours(&io::stderr())
+}
+
+fn takes_colours(stream: &impl IsTerminal) -> bool {
     let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-    io::stderr().is_terminal() && !refused
+    stream.is_terminal() && !refused
+}
+
+/// What pictures are drawn on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Canvas {
+    /// Characters of a line.
+    pub columns: usize,
+    /// Whether there are colours.
+    pub colours: bool,
+}
+
+impl Canvas {
+    /// Without a terminal.
+    pub const PLAIN: Canvas = Canvas { columns: 100, colours: false };
+
+    /// Stdout.
+    pub fn stdout() -> Canvas {
+        let width = terminal_size::terminal_size_of(io::stdout()).map(|(width, _)| usize::from(width.0));
+        Canvas { columns: width.unwrap_or(Canvas::PLAIN.columns), colours: takes_colours(&io::stdout()) }
+    }
+}
+
+/// A text from a file, such that it does nothing to a terminal and stays on its line.
+pub fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c }).collect()
 }
 
 /// Rows in aligned columns under a header; columns after the first `left` are aligned to the right.
@@ -196,6 +231,11 @@ mod tests {
             ["0 B", "999 B", "1.5 kB", "98.3 MB", "24.0 GB"]
         );
         assert_eq!([0, 999, 1000, 134_515_008].map(count), ["0", "999", "1,000", "134,515,008"]);
+    }
+
+    #[test]
+    fn texts_from_files_do_nothing_to_a_terminal() {
+        assert_eq!(printable("a\u{1b}[31m\nb ☃"), "a\u{fffd}[31m\u{fffd}b ☃");
     }
 
     #[test]

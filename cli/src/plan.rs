@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use anyhow::Result;
-use pp_engine::Profile;
 use pp_engine::backend::gpu::adapter::Adapter;
 use pp_engine::checkpoint::Checkpoint;
 use pp_engine::layout::{LayoutError, StageLayout, StageOptions, StageSpec};
 use pp_engine::pipeline::Device;
 use pp_engine::split::Costs;
+use pp_engine::{PAGE, Profile};
 
 use crate::args::PipelineArgs;
 use crate::memory::{self, Need, Pool, Situation};
@@ -37,16 +37,33 @@ pub struct Plan {
     pub options: StageOptions,
     /// Whether the context is smaller than the model's because no more fits.
     pub lowered: bool,
+    /// Whether the KV cache is smaller than all sequences may need, because no more fits.
+    pub kv_lowered: bool,
     /// The memories.
     pub pools: Vec<Pool>,
 }
 
-/// Lays out the pipeline that `args` ask for. Where no context was typed it is `wanted`, else as much of the model's
-/// own as fits.
+/// What a verb wants where nothing was typed.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted {
+    /// Positions; nothing: as much of the model's own as fits.
+    pub context: Option<usize>,
+    /// Sequences at once.
+    pub sequences: usize,
+}
+
+impl Wanted {
+    /// One sequence.
+    pub fn one(context: Option<usize>) -> Wanted {
+        Wanted { context, sequences: 1 }
+    }
+}
+
+/// Lays out the pipeline that `args` ask for.
 ///
 /// # Errors
 /// When options and model do not agree, or nothing fits.
-pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Option<usize>) -> Result<Plan> {
+pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Wanted) -> Result<Plan> {
     // What the model cannot do comes before what the machine cannot.
     pp_engine::arch::find(&checkpoint.config.arch).map_err(LayoutError::from)?;
     let costs = settings::costs(&checkpoint);
@@ -54,40 +71,57 @@ pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Option<usi
     let (activations, kv) = settings::precision(args.activations, args.kv, settings::is_quantised(&checkpoint))?;
     let max = checkpoint.config.context;
     let typed = settings::context(args.ctx, max)?;
-    settings::chunk(args.chunk, 1)?;
+    settings::chunk(args.max_batch_tokens, 1)?;
+    let sequences = settings::sequences(args.max_sequences, wanted.sequences)?;
+    let kv_tokens = settings::kv_tokens(args.kv_tokens)?;
+    if args.groups == Some(0) {
+        return Err(errors::usage("--groups 0: expected at least 1"));
+    }
     let devices = devices(args, counts.len())?;
-    let chunk = settings::chunk(args.chunk, devices.iter().map(|d| d.profile().chunk).min().unwrap_or(1))?;
+    let default = devices.iter().map(|d| d.profile().chunk).min().unwrap_or(1);
+    let chunk = settings::chunk(args.max_batch_tokens, default)?;
     let pools = memory::pools(&devices);
-    let asked = typed.or(wanted.map(|tokens| tokens.clamp(1, max)));
-    let options = StageOptions { activations, kv, context: asked.unwrap_or(max), sequences: 1, chunk };
-    fit(checkpoint, counts, devices, pools, options, asked.is_some(), &costs)
+    let asked = typed.or(wanted.context.map(|tokens| tokens.clamp(1, max)));
+    let context = asked.unwrap_or(max);
+    let options = StageOptions { activations, kv, context, sequences, kv_tokens: context, chunk };
+    fit(checkpoint, counts, devices, pools, options, Asked { context: asked.is_some(), kv_tokens }, &costs)
 }
 
-/// Lays the stages out; a context that nobody asked for is lowered to what fits.
+/// What the user set.
+#[derive(Clone, Copy)]
+struct Asked {
+    context: bool,
+    kv_tokens: Option<usize>,
+}
+
+/// Lays the stages out; a context that nobody asked for is lowered to what fits with one sequence of it, and the cache
+/// of several sequences to what fits beside.
 fn fit(
     checkpoint: Arc<Checkpoint>,
     counts: Vec<usize>,
     devices: Vec<Device>,
     pools: Vec<Pool>,
     options: StageOptions,
-    asked: bool,
+    asked: Asked,
     costs: &Costs,
 ) -> Result<Plan> {
     let specs = StageSpec::pipeline(&counts);
-    let options_at = |context| StageOptions { context, ..options };
+    let options_at =
+        |context: usize| StageOptions { context, kv_tokens: asked.kv_tokens.unwrap_or(context), ..options };
     let layouts_at = |context| layouts(&checkpoint, &specs, options_at(context), &devices);
-    let fits = |context| match layouts_at(context) {
+    let fits_with = |options| match layouts(&checkpoint, &specs, options, &devices) {
         Ok(layouts) => Ok(memory::shortage(&pools, &needs(&layouts)).is_none()),
         Err(LayoutError::KvBinding { .. } | LayoutError::Work { option: "--ctx", .. }) => Ok(false),
         Err(other) => Err(other),
     };
+    let fits = |context| fits_with(options_at(context));
     let mut context = options.context;
     if !fits(context)? {
         let smaller = largest(CONTEXT_MIN, context, CONTEXT_STEP, &fits)?;
         match smaller {
-            Some(smaller) if !asked => context = smaller,
+            Some(smaller) if !asked.context => context = smaller,
             _ => {
-                let at = if asked { context } else { CONTEXT_MIN.min(context) };
+                let at = if asked.context { context } else { CONTEXT_MIN.min(context) };
                 let layouts = layouts_at(at)?;
                 let needs = needs(&layouts);
                 if let Some(pool) = memory::shortage(&pools, &needs) {
@@ -107,10 +141,23 @@ fn fit(
             }
         }
     }
-    let layouts = layouts_at(context)?;
-    let lowered = !asked && context < options.context;
-    let options = options_at(context);
-    Ok(Plan { specs, devices, layouts, options, lowered, pools, counts, checkpoint })
+    let lowered = !asked.context && context < options.context;
+    let one = options_at(context);
+    // A sequence alone needs its context; of several each has a page to go on with while others begin.
+    let pages = one.context.div_ceil(PAGE) + usize::from(one.sequences > 1);
+    let all = if one.sequences > 1 { one.sequences.saturating_mul(pages * PAGE) } else { one.context };
+    let with = |kv_tokens| StageOptions { kv_tokens, ..one };
+    let options = match asked.kv_tokens {
+        Some(_) => one,
+        None if fits_with(with(all))? => with(all),
+        None => {
+            let fits = |tokens: usize| fits_with(with(tokens.max(context)));
+            with(largest(context, all, CONTEXT_STEP, &fits)?.unwrap_or(context).max(context))
+        }
+    };
+    let layouts = layouts(&checkpoint, &specs, options, &devices)?;
+    let kv_lowered = asked.kv_tokens.is_none() && options.kv_tokens < all;
+    Ok(Plan { specs, devices, layouts, options, lowered, kv_lowered, pools, counts, checkpoint })
 }
 
 /// The largest multiple of `step` in `min .. max` for which `fits`, which is monotone.
@@ -188,14 +235,21 @@ pub fn checked() -> bool {
 }
 
 impl Plan {
-    /// What to say about the context, if anything.
-    pub fn context_note(&self) -> Option<String> {
-        let (context, max) = (self.options.context, self.checkpoint.config.context);
-        self.lowered.then(|| {
+    /// What to say about context and cache, if anything.
+    pub fn notes(&self) -> Vec<String> {
+        let StageOptions { context, sequences, kv_tokens, .. } = self.options;
+        let max = self.checkpoint.config.context;
+        let context_note = self.lowered.then(|| {
             format!(
                 "context: {context} tokens, as much as fits the memory (the model's maximum is {max}; --ctx sets it)"
             )
-        })
+        });
+        let kv_note = self.kv_lowered.then(|| {
+            format!(
+                "KV cache: {kv_tokens} tokens for {sequences} sequences of up to {context}, as much as fits the memory (--kv-tokens sets it)"
+            )
+        });
+        context_note.into_iter().chain(kv_note).collect()
     }
 }
 

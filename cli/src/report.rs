@@ -137,9 +137,37 @@ impl Spread {
     }
 }
 
+/// How measurements are spread: nearest ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Percentiles {
+    pub p50: f64,
+    pub p90: f64,
+    pub p99: f64,
+    pub max: f64,
+}
+
+impl Percentiles {
+    /// Of at least one measurement.
+    pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Percentiles> {
+        let mut values: Vec<f64> = values.into_iter().collect();
+        values.sort_by(f64::total_cmp);
+        let max = *values.last()?;
+        let rank = |share: f64| values[((values.len() as f64 * share).ceil() as usize).clamp(1, values.len()) - 1];
+        Some(Percentiles { p50: rank(0.5), p90: rank(0.9), p99: rank(0.99), max })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn percentiles_are_measurements() {
+        assert_eq!(Percentiles::of([]), None);
+        let hundred = Percentiles::of((1..=100).map(f64::from)).unwrap();
+        assert_eq!(hundred, Percentiles { p50: 50.0, p90: 90.0, p99: 99.0, max: 100.0 });
+        assert_eq!(Percentiles::of([7.0]).unwrap().p50, 7.0);
+    }
 
     #[test]
     fn a_spread_is_median_and_extremes() {

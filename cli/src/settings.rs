@@ -17,6 +17,11 @@ const LOGPROBS_MAX: u32 = 64;
 /// Most tokens of a micro-batch: beyond this, buffers between kernels dwarf the weights.
 const CHUNK_MAX: usize = 8192;
 
+/// Most sequences at once.
+pub const SEQUENCES_MAX: usize = 1024;
+/// Largest KV cache, in tokens.
+const KV_TOKENS_MAX: usize = 1 << 32;
+
 /// Where a prompt is read from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PromptSource {
@@ -157,7 +162,33 @@ pub fn profile(arg: ProfileArg) -> Option<Profile> {
 pub fn chunk(typed: Option<usize>, default: usize) -> Result<usize> {
     match typed {
         Some(chunk) if !(1..=CHUNK_MAX).contains(&chunk) => {
-            Err(usage(format!("--chunk {chunk}: expected 1 to {CHUNK_MAX} tokens")))
+            Err(usage(format!("--max-batch-tokens {chunk}: expected 1 to {CHUNK_MAX}")))
+        }
+        typed => Ok(typed.unwrap_or(default)),
+    }
+}
+
+/// Size of the KV cache that was asked for.
+///
+/// # Errors
+/// When it is out of range.
+pub fn kv_tokens(typed: Option<usize>) -> Result<Option<usize>> {
+    match typed {
+        Some(n) if !(1..=KV_TOKENS_MAX).contains(&n) => {
+            Err(usage(format!("--kv-tokens {n}: expected 1 to {KV_TOKENS_MAX}")))
+        }
+        typed => Ok(typed),
+    }
+}
+
+/// Sequences that run at once.
+///
+/// # Errors
+/// When it is out of range.
+pub fn sequences(typed: Option<usize>, default: usize) -> Result<usize> {
+    match typed {
+        Some(n) if !(1..=SEQUENCES_MAX).contains(&n) => {
+            Err(usage(format!("--max-sequences {n}: expected 1 to {SEQUENCES_MAX}")))
         }
         typed => Ok(typed.unwrap_or(default)),
     }
@@ -208,6 +239,7 @@ pub fn sampling(args: &SamplingArgs, declared: &GenerationDefaults, seed: u64, c
         top_k: args.top_k.or(declared.top_k).unwrap_or(0),
         top_p: args.top_p.or(declared.top_p).unwrap_or(1.0),
         min_p: args.min_p.or(declared.min_p).unwrap_or(0.0),
+        logit_bias: Vec::new(),
         // The model's own is left aside: it is a crutch of its makers' demo, and wrong for code and tables.
         repetition_penalty: args.repeat_penalty.unwrap_or(1.0),
         presence_penalty: args.presence_penalty.unwrap_or(0.0),

@@ -1,10 +1,14 @@
-//! What runs programs: [`gpu`] on wgpu, [`reference`] on the kernels' twins; and what is asked of a device before it is
-//! trusted ([`selftest`]) and before it is judged ([`roofline`]).
+//! What runs programs: [`gpu`] on wgpu, [`reference`] on the kernels' twins, [`paced`] on nothing but time; and what is
+//! asked of a device before it is trusted ([`selftest`]) and before it is judged ([`roofline`]).
 
 pub mod gpu;
+mod in_flight;
+pub mod paced;
 pub mod reference;
 pub mod roofline;
 pub mod selftest;
+
+use std::time::Instant;
 
 use pp_shaders::Profile;
 use thiserror::Error;
@@ -26,6 +30,34 @@ pub struct Run<'a> {
     /// The programs that will probably run next with the same reads: a backend may record them while this run is
     /// on the device.
     pub next: &'a [(ProgramId, Shape)],
+}
+
+/// Runs that may be submitted and not yet collected.
+pub const RUNS_MAX: usize = 2;
+
+/// A run that was submitted. It is collected once.
+#[must_use]
+#[derive(Debug, PartialEq, Eq)]
+pub struct Ticket(pub u64);
+
+/// What came of a run.
+#[derive(Clone, Debug)]
+pub struct Done {
+    /// The bytes of [`Run::reads`].
+    pub reads: Vec<Vec<u8>>,
+    /// When the device could begin: the run was submitted, and the one before it had finished.
+    pub started: Instant,
+    /// When its results were there, as the host saw it: a caller that collects late sees it late.
+    pub finished: Instant,
+}
+
+/// What a backend has done since it was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Buffers made, those for uploads and read-back among them.
+    pub buffers: u64,
+    /// Submissions to the device for runs.
+    pub submissions: u64,
 }
 
 /// How long a dispatch took on the device.
@@ -59,7 +91,7 @@ pub trait Backend: Send {
     /// # Errors
     /// [`DeviceError::OutOfMemory`] when the device has no room for it.
     fn create(&mut self, label: &str, bytes: usize) -> Result<BufferId, DeviceError>;
-    /// Writes `data`, a multiple of 4 bytes, at `offset`. Used for weights, in chunks.
+    /// Writes `data`, a multiple of 4 bytes, at `offset`. Used for weights, in chunks, while nothing runs.
     ///
     /// # Errors
     /// When the device is lost.
@@ -69,11 +101,36 @@ pub trait Backend: Send {
     /// # Errors
     /// [`DeviceError::Pipeline`] when the driver refuses a kernel.
     fn prepare(&mut self, program: Program) -> Result<ProgramId, DeviceError>;
-    /// Runs programs; returns the bytes of `reads`.
+    /// Hands a run to the device and does not wait for it. At most [`RUNS_MAX`] runs may be submitted and not
+    /// collected; the device does them in order, so that a run's writes come after all that the run before it
+    /// computes and reads.
+    ///
+    /// # Errors
+    /// When the device is lost, or has no room for staging.
+    ///
+    /// # Panics
+    /// When [`RUNS_MAX`] runs wait to be collected.
+    fn submit(&mut self, run: &Run<'_>) -> Result<Ticket, DeviceError>;
+    /// Runs that are worth having on the device at once, from 1 to [`RUNS_MAX`].
+    fn runs_at_once(&self) -> usize {
+        RUNS_MAX
+    }
+    /// Waits for a run and takes what it read.
     ///
     /// # Errors
     /// When the device is lost or does not answer.
-    fn run(&mut self, run: &Run<'_>) -> Result<Vec<Vec<u8>>, DeviceError>;
+    ///
+    /// # Panics
+    /// When an older run has not been collected.
+    fn collect(&mut self, ticket: Ticket) -> Result<Done, DeviceError>;
+    /// [`Backend::submit`] and [`Backend::collect`] while nothing else runs; returns the bytes of `reads`.
+    ///
+    /// # Errors
+    /// As those.
+    fn run(&mut self, run: &Run<'_>) -> Result<Vec<Vec<u8>>, DeviceError> {
+        let ticket = self.submit(run)?;
+        Ok(self.collect(ticket)?.reads)
+    }
     /// As [`Backend::run`] without writes and reads, with the time of each dispatch; empty where the device has no
     /// clock.
     ///
@@ -82,8 +139,10 @@ pub trait Backend: Send {
     fn time(&mut self, programs: &[(ProgramId, Shape)]) -> Result<Vec<OpTime>, DeviceError>;
     /// A prepared program.
     fn program(&self, id: ProgramId) -> &Program;
-    /// Bytes of all buffers made.
+    /// Bytes of all buffers made by [`Backend::create`].
     fn allocated_bytes(&self) -> u64;
+    /// Counts of what was done, for tests and reports.
+    fn counts(&self) -> Counts;
 }
 
 /// What can go wrong on a device.

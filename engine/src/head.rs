@@ -1,18 +1,25 @@
-//! The head of a pipeline: owns the sequences, feeds the pipe, samples, and turns ids into text.
+//! The head of a pipeline: owns the requests, feeds the pipe as the scheduler says, draws tokens, and makes text.
 
+mod score;
 mod stop;
+mod text;
 
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-use crate::kv::{OutOfPages, PagePool, SequenceId};
-use crate::message::{MessageError, Output, OutputRequest, Outputs, Span, Step};
+use crate::message::{MessageError, Output, Outputs, Span, Step};
 use crate::pipeline::{Pipeline, PipelineError};
-use crate::sampler::{Draw, History, Sampling};
+use crate::sampler::{Draw, History, Sampling, logprob, top_logprobs};
+use crate::schedule::cost::attended;
+use crate::schedule::{Batch, Choice, Job, Limits, Next, Refused, RequestId, Scheduler, Status};
 use crate::tokenizer::Tokenizer;
-use stop::StopScanner;
+use crate::trace::{HeadSpan, HeadState, Nanos, Recorder, Trace};
+pub use score::Score;
+use text::AnswerText;
 
 /// Why no answer was made.
 #[derive(Debug, Error)]
@@ -21,21 +28,17 @@ pub enum HeadError {
     #[error(transparent)]
     Pipeline(#[from] PipelineError),
     #[error(transparent)]
-    Pages(#[from] OutOfPages),
-    #[error("the prompt has no tokens")]
-    EmptyPrompt,
-    #[error(
-        "the prompt has {tokens} tokens, the context holds {context}: shorten it, or raise --ctx if the model allows"
-    )]
-    PromptTooLong { tokens: usize, context: usize },
+    Refused(#[from] Refused),
     #[error("token id {id} is not in the vocabulary of {vocab}")]
     NoSuchToken { id: u32, vocab: usize },
+    #[error("the scheduler has {waiting} requests waiting and nothing under way: this is a fault in the program")]
+    Stuck { waiting: usize },
 }
 
 impl HeadError {
     /// The user wanted it to end.
     pub fn is_cancelled(&self) -> bool {
-        matches!(self, HeadError::Pipeline(PipelineError::Cancelled))
+        matches!(self, HeadError::Pipeline(error) if error.is_cancelled())
     }
 }
 
@@ -48,15 +51,18 @@ pub enum FinishReason {
     Length,
     /// The user cancelled it.
     Cancelled,
+    /// Its deadline passed.
+    Deadline,
 }
 
 impl FinishReason {
-    /// As OpenAI's API spells it (`cancelled` is ours).
+    /// As OpenAI's API spells it (`cancelled` and `deadline` are ours).
     pub fn name(self) -> &'static str {
         match self {
             FinishReason::Stop => "stop",
             FinishReason::Length => "length",
             FinishReason::Cancelled => "cancelled",
+            FinishReason::Deadline => "deadline",
         }
     }
 }
@@ -66,16 +72,18 @@ impl FinishReason {
 pub struct Request {
     /// The prompt.
     pub prompt: Vec<u32>,
-    /// Tokens of the answer at most.
+    /// Answers wanted; 0 is 1.
+    pub choices: u32,
+    /// Tokens of an answer at most.
     pub max_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// Texts that end the answer; they are not part of it.
+    /// Texts that end an answer; they are not part of it.
     pub stop: Vec<String>,
-    /// Whether the end-of-sequence tokens end the answer.
+    /// Whether the end-of-sequence tokens end an answer.
     pub stop_at_eos: bool,
-    /// Tokens of a prefill micro-batch, at most what the stages take.
-    pub chunk: usize,
+    /// How long it may take, from submission.
+    pub deadline: Option<Duration>,
 }
 
 /// One token of an answer.
@@ -89,28 +97,14 @@ pub struct Token {
     pub candidates: Vec<(u32, f32)>,
 }
 
-/// Where a request stands, told while it runs.
-#[derive(Debug)]
-pub enum Progress<'a> {
-    /// Prompt tokens done, of all.
-    Prefill {
-        /// Done.
-        done: usize,
-        /// All.
-        total: usize,
-    },
-    /// More text of the answer; never half a character.
-    Text(&'a str),
-}
-
 /// Seconds that parts of a request took.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Timings {
-    /// From start to the first token.
+    /// From submission to the first token.
     pub first_token_seconds: f64,
     /// From the first token to the last.
     pub decode_seconds: f64,
-    /// From start to end.
+    /// From submission to the end.
     pub total_seconds: f64,
 }
 
@@ -123,39 +117,154 @@ pub struct Answer {
     pub text: String,
     /// Why it ended.
     pub finish_reason: FinishReason,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Those that were found in the prefix cache.
+    pub cached_tokens: usize,
     /// How long it took.
     pub timings: Timings,
 }
 
-/// Teacher-forced scores of a text.
+/// What happened.
 #[derive(Clone, Debug)]
-pub struct Score {
-    /// log p(token i + 1 | tokens 0 ..= i), nats.
-    pub token_logprobs: Vec<f32>,
-    /// The best candidates after the last token, with their log-probabilities.
-    pub top: Vec<(u32, f32)>,
+pub enum Event {
+    /// So much of a prompt is done.
+    Prefill {
+        /// Whose.
+        request: RequestId,
+        /// Tokens done.
+        done: usize,
+        /// Tokens in all.
+        total: usize,
+    },
+    /// More text of an answer; never half a character.
+    Text {
+        /// Whose.
+        choice: Choice,
+        /// The text.
+        text: String,
+    },
+    /// An answer is complete.
+    Done {
+        /// Whose.
+        choice: Choice,
+        /// The answer.
+        answer: Answer,
+    },
 }
 
-impl Score {
-    /// Sum of -log p, nats.
-    pub fn nll(&self) -> f64 {
-        -self.token_logprobs.iter().map(|p| f64::from(*p)).sum::<f64>()
+/// What a [`Head::turn`] came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// An answer of the pipe was taken.
+    Progress,
+    /// None came in time.
+    Quiet,
+    /// Nothing is asked for.
+    Idle,
+}
+
+/// Where a single request stands.
+#[derive(Debug)]
+pub enum Progress<'a> {
+    /// Prompt tokens done, of all.
+    Prefill {
+        /// Done.
+        done: usize,
+        /// All.
+        total: usize,
+    },
+    /// More text of the answer.
+    Text(&'a str),
+}
+
+/// Choices of a head.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeadOptions {
+    /// Sequences that run at once; at most those that the stages were opened for.
+    pub sequences: usize,
+    /// Tokens of a micro-batch; at most those that the stages were opened for.
+    pub batch_tokens: usize,
+    /// Requests that may wait.
+    pub queue: usize,
+    /// Whether to remember the pages of what has ended.
+    pub prefix_cache: bool,
+    /// Decode groups, where the scheduler should not choose.
+    pub groups: Option<usize>,
+}
+
+impl Default for HeadOptions {
+    /// As much as the stages take.
+    fn default() -> HeadOptions {
+        HeadOptions { sequences: usize::MAX, batch_tokens: usize::MAX, queue: 1024, prefix_cache: true, groups: None }
     }
+}
+
+struct ChoiceState {
+    ids: Vec<u32>,
+    tokens: Vec<Token>,
+    text: AnswerText,
+    first: Option<Instant>,
+    last: Option<Instant>,
+    done: bool,
+}
+
+struct Running {
+    request: Request,
+    submitted: Instant,
+    cached: usize,
+    prefilled: usize,
+    choices: Vec<ChoiceState>,
+}
+
+struct InFlight {
+    step: u64,
+    tokens: usize,
+    attended: f64,
+    /// Whose prompt is done up to where.
+    prefilled: Vec<(RequestId, usize)>,
+    /// Seconds that the head took to form it.
+    forming: f64,
 }
 
 /// Drives a pipeline.
 pub struct Head {
     pipeline: Pipeline,
-    pool: PagePool,
-    next_sequence: u64,
-    released: Vec<u64>,
+    tokenizer: Arc<Tokenizer>,
+    scheduler: Scheduler,
+    recorder: Arc<Recorder>,
+    running: HashMap<RequestId, Running>,
+    in_flight: VecDeque<InFlight>,
+    /// Until when the trace knows what the head was doing.
+    accounted: Nanos,
 }
 
 impl Head {
     /// Takes a pipeline over.
-    pub fn new(pipeline: Pipeline) -> Head {
-        let pool = PagePool::new(pipeline.limits().pages);
-        Head { pipeline, pool, next_sequence: 0, released: Vec::new() }
+    pub fn new(pipeline: Pipeline, tokenizer: Arc<Tokenizer>, options: HeadOptions) -> Head {
+        let stages = pipeline.limits();
+        let limits = Limits {
+            stages: pipeline.reports().len(),
+            sequences: options.sequences.clamp(1, stages.sequences),
+            batch_tokens: options.batch_tokens.clamp(1, stages.tokens),
+            outputs: stages.outputs,
+            pages: stages.pages,
+            context: stages.context,
+            in_flight: pipeline.room(),
+            queue: options.queue,
+            prefix_cache: options.prefix_cache,
+            groups: options.groups,
+        };
+        let recorder = pipeline.recorder().clone();
+        Head {
+            pipeline,
+            tokenizer,
+            scheduler: Scheduler::new(limits),
+            recorder,
+            running: HashMap::new(),
+            in_flight: VecDeque::new(),
+            accounted: 0,
+        }
     }
 
     /// The pipeline.
@@ -163,354 +272,365 @@ impl Head {
         &self.pipeline
     }
 
-    fn begin(&mut self, tokens: &[u32]) -> Result<SequenceId, HeadError> {
-        let limits = self.pipeline.limits();
-        if tokens.is_empty() {
-            return Err(HeadError::EmptyPrompt);
-        }
-        if tokens.len() > limits.context {
-            return Err(HeadError::PromptTooLong { tokens: tokens.len(), context: limits.context });
-        }
-        if let Some(id) = tokens.iter().find(|id| **id as usize >= limits.vocab) {
-            return Err(HeadError::NoSuchToken { id: *id, vocab: limits.vocab });
-        }
-        self.next_sequence += 1;
-        Ok(SequenceId(self.next_sequence))
+    /// Where the scheduler stands.
+    pub fn status(&self) -> Status {
+        self.scheduler.status()
     }
 
-    /// Takes the pages of a sequence back. What it left in the pipe, when it was cancelled or failed, is given up.
-    fn end(&mut self, sequence: SequenceId) {
+    /// The scheduler.
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+
+    /// What happened when, of as long as the rings remember.
+    pub fn trace(&self) -> Trace {
+        self.recorder.snapshot()
+    }
+
+    fn check_ids(&self, ids: &[u32]) -> Result<(), HeadError> {
+        let vocab = self.pipeline.limits().vocab;
+        match ids.iter().find(|id| **id as usize >= vocab) {
+            Some(id) => Err(HeadError::NoSuchToken { id: *id, vocab }),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes a request; [`Head::turn`] makes it go on.
+    ///
+    /// # Errors
+    /// [`HeadError::Refused`] and [`HeadError::NoSuchToken`].
+    pub fn submit(&mut self, request: Request) -> Result<RequestId, HeadError> {
+        self.check_ids(&request.prompt)?;
+        let biased: Vec<u32> = request.sampling.logit_bias.iter().map(|(id, _)| *id).collect();
+        self.check_ids(&biased)?;
+        if request.max_tokens == 0 {
+            return Err(Refused::NothingWanted.into());
+        }
+        let now = self.recorder.now();
+        let choices = request.choices.max(1);
+        let deadline = request.deadline.map(|deadline| now + deadline.as_nanos() as Nanos);
+        let id = self.scheduler.submit(Job { prompt: request.prompt.clone(), choices, deadline }, now)?;
+        let state = || ChoiceState {
+            ids: Vec::new(),
+            tokens: Vec::new(),
+            text: AnswerText::new(self.tokenizer.clone(), &request.stop),
+            first: None,
+            last: None,
+            done: false,
+        };
+        let choices = (0..choices).map(|_| state()).collect();
+        let submitted = Instant::now();
+        self.running.insert(id, Running { request, submitted, cached: 0, prefilled: 0, choices });
+        Ok(id)
+    }
+
+    /// Ends a request; what there is so far are its answers. What the stages were still to do is not waited for.
+    pub fn cancel(&mut self, request: RequestId, say: &mut dyn FnMut(Event)) {
+        self.end(request, FinishReason::Cancelled, say);
+        self.scheduler.cancel(request);
+        if self.running.is_empty() {
+            self.give_up_all();
+        }
+    }
+
+    /// Ends what is left of a request's answers.
+    fn end(&mut self, request: RequestId, reason: FinishReason, say: &mut dyn FnMut(Event)) {
+        let choices = self.running.get(&request).map_or(0, |running| running.choices.len() as u32);
+        (0..choices).for_each(|index| self.done(Choice { request, index }, reason, say));
+    }
+
+    /// Gives up what is in the pipe.
+    fn give_up_all(&mut self) {
         if self.pipeline.in_flight() > 0 {
-            // The stages forget all their sequences then.
             self.pipeline.abandon();
-            self.released.clear();
-        } else if self.pool.holds(sequence) {
-            self.released.push(sequence.0);
+            self.in_flight.clear();
+            self.scheduler.restart();
         }
-        self.pool.release(sequence);
     }
 
-    fn step(
+    /// Sends what can be sent and takes one answer of the pipe, waiting for at most `patience`. Tells `say` what came
+    /// of it.
+    ///
+    /// # Errors
+    /// [`HeadError::Pipeline`] when a stage failed, and when `cancel` is set.
+    pub fn turn(
         &mut self,
-        sequence: SequenceId,
-        start: usize,
-        ids: &[u32],
-        outputs: Vec<OutputRequest>,
-    ) -> Result<(), HeadError> {
-        let new_pages = self.pool.grow(sequence, start + ids.len())?;
-        let span = Span { sequence: sequence.0, start: start as u32, count: ids.len() as u32, new_pages };
-        let released = std::mem::take(&mut self.released);
-        Ok(self.pipeline.send(&Step {
-            released,
-            spans: vec![span],
-            ids: ids.to_vec(),
-            outputs,
-            fetch_rows: Vec::new(),
-        })?)
-    }
-
-    /// Sends `ids` in chunks, as many at a time as the pipe takes; `outputs` says what is wanted of each chunk, and
-    /// `answer` gets what comes back, with the number of tokens done.
-    fn feed(
-        &mut self,
-        sequence: SequenceId,
-        ids: &[u32],
-        chunk: usize,
+        patience: Duration,
         cancel: &AtomicBool,
-        mut outputs: impl FnMut(usize, usize) -> Vec<OutputRequest>,
-        mut answer: impl FnMut(Outputs, usize),
-    ) -> Result<(), HeadError> {
-        let chunk = chunk.clamp(1, self.pipeline.limits().tokens);
-        let mut sent = 0;
-        let mut done = 0;
-        while done < ids.len() {
-            if cancel.load(Ordering::Relaxed) {
-                return Err(PipelineError::Cancelled.into());
+        say: &mut dyn FnMut(Event),
+    ) -> Result<Turn, HeadError> {
+        let begun = self.recorder.now();
+        // What the caller did in between: with requests running it kept the pipe waiting.
+        let between = if self.running.is_empty() { HeadState::Idle } else { HeadState::Working };
+        self.recorder.state(between, self.accounted, begun);
+        self.accounted = begun;
+        for request in self.scheduler.expire(begun) {
+            self.end(request, FinishReason::Deadline, say);
+        }
+        let waiting = self.fill()?;
+        self.account(HeadState::Working);
+        let Some(waiting) = waiting else { return Ok(Turn::Idle) };
+        if self.pipeline.in_flight() == 0 {
+            return Err(HeadError::Stuck { waiting: self.running.len() });
+        }
+        let received = self.pipeline.receive_within(patience, cancel);
+        self.account(waiting);
+        let Some((outputs, at)) = received? else { return Ok(Turn::Quiet) };
+        let answered = self.recorder.at(at);
+        let step = self.answered(outputs, say)?;
+        self.account(HeadState::Working);
+        if let Some(step) = step {
+            self.recorder.answered(step, answered, self.accounted);
+        }
+        Ok(Turn::Progress)
+    }
+
+    /// Says that the head has been in a state until now.
+    fn account(&mut self, state: HeadState) {
+        let now = self.recorder.now();
+        self.recorder.state(state, self.accounted, now);
+        self.accounted = now;
+    }
+
+    /// Sends micro-batches until the scheduler has no more; says what the head waits for then, if for anything.
+    fn fill(&mut self) -> Result<Option<HeadState>, HeadError> {
+        loop {
+            let formed = self.recorder.now();
+            match self.scheduler.next(formed) {
+                Next::Send(batch) => self.send(&batch, formed)?,
+                Next::Wait { for_pages: true } => return Ok(Some(HeadState::KvWait)),
+                Next::Wait { for_pages: false } => return Ok(Some(HeadState::Waiting)),
+                Next::Idle => return Ok(None),
             }
-            if sent < ids.len() && self.pipeline.room() > 0 {
-                let end = ids.len().min(sent + chunk);
-                let wanted = outputs(sent, end);
-                self.step(sequence, sent, &ids[sent..end], wanted)?;
-                sent = end;
-                // Answers are taken as they come, but only waited for when the pipe is full or all is sent.
-                if sent < ids.len() && self.pipeline.room() > 0 {
-                    continue;
+        }
+    }
+
+    fn send(&mut self, batch: &Batch, formed: Nanos) -> Result<(), HeadError> {
+        let limits = self.pipeline.limits();
+        let edits_max = limits.edits / limits.outputs.max(1);
+        let mut step = Step { released: batch.released.clone(), ..Step::default() };
+        let mut prefilled = Vec::new();
+        let mut seen = 0.0;
+        for part in &batch.parts {
+            let Choice { request, index } = part.choice;
+            let running = self.running.get_mut(&request).expect("scheduled requests run");
+            if index == 0 {
+                running.cached = running.cached.max(self.scheduler.spared(part.choice));
+                if running.choices[0].ids.is_empty() {
+                    prefilled.push((request, part.start + part.ids.len()));
                 }
             }
-            let outputs = self.pipeline.receive(cancel)?;
-            done = ids.len().min(done + chunk);
-            answer(outputs, done);
+            step.ids.extend(&part.ids);
+            if part.draws {
+                let row = step.ids.len() as u32 - 1;
+                let history = History { prompt: &running.request.prompt, answer: &running.choices[index as usize].ids };
+                let sampling = &running.request.sampling;
+                step.outputs.push(if part.whole_row {
+                    sampling.request_row(row)
+                } else {
+                    sampling.request(row, history, edits_max)
+                });
+            }
+            step.spans.push(Span {
+                sequence: part.sequence,
+                start: part.start as u32,
+                count: part.ids.len() as u32,
+                new_pages: part.new_pages.clone(),
+            });
+            seen += attended(part.start, part.ids.len());
+        }
+        let number = self.pipeline.send(&step, batch.group)?;
+        let sent = self.recorder.now();
+        self.in_flight.push_back(InFlight {
+            step: number,
+            tokens: step.ids.len(),
+            attended: seen,
+            prefilled,
+            forming: (sent - formed) as f64 * 1e-9,
+        });
+        if !step.ids.is_empty() {
+            self.recorder.sent(HeadSpan {
+                step: number,
+                group: batch.group,
+                prefill_tokens: batch.prefill_tokens as u32,
+                decode_tokens: batch.decode_tokens as u32,
+                formed,
+                sent,
+                answered: 0,
+                sampled: 0,
+            });
         }
         Ok(())
     }
 
-    /// Answers a request, telling `progress` as it goes. When `cancel` is set, what there is so far is the answer;
-    /// what the stages were still to do for it is not waited for.
+    /// Draws what an answer of the pipe allows. Returns its step, unless that computed nothing.
+    fn answered(&mut self, outputs: Outputs, say: &mut dyn FnMut(Event)) -> Result<Option<u64>, HeadError> {
+        let begun = Instant::now();
+        let flight = self.in_flight.pop_front().expect("the pipe answers what was sent");
+        for (request, done) in flight.prefilled {
+            if let Some(running) = self.running.get_mut(&request)
+                && done > running.prefilled
+            {
+                running.prefilled = done;
+                say(Event::Prefill { request, done, total: running.request.prompt.len() });
+            }
+        }
+        let choices = self.scheduler.answered();
+        let (found, expected) = (outputs.outputs.len(), choices.len());
+        if found != expected {
+            return Err(PipelineError::from(MessageError::Count { what: "outputs", found, expected }).into());
+        }
+        for (choice, output) in choices.into_iter().zip(&outputs.outputs) {
+            if let Some(choice) = choice {
+                self.draw(choice, output, say)?;
+            }
+        }
+        if flight.tokens == 0 {
+            return Ok(None);
+        }
+        let seconds = self.recorder.step_seconds(flight.step);
+        let overhead = flight.forming + begun.elapsed().as_secs_f64();
+        self.scheduler.measured(flight.tokens, flight.attended, &seconds, overhead);
+        Ok(Some(flight.step))
+    }
+
+    /// Draws the next token of an answer and decides whether it goes on.
+    fn draw(&mut self, choice: Choice, output: &Output, say: &mut dyn FnMut(Event)) -> Result<(), HeadError> {
+        let vocab = self.pipeline.limits().vocab;
+        let capacity = self.scheduler.limits().capacity();
+        let Some(running) = self.running.get_mut(&choice.request) else { return Ok(()) };
+        let Running { request, choices, .. } = running;
+        let state = &mut choices[choice.index as usize];
+        let history = History { prompt: &request.prompt, answer: &state.ids };
+        let position = request.prompt.len() + state.ids.len();
+        let id = match request.sampling.draw(output, vocab, history, choice.index, position as u32) {
+            Draw::Token(id) => id,
+            Draw::NeedsRow if output.row.is_none() => {
+                self.scheduler.needs_row(choice);
+                return Ok(());
+            }
+            Draw::NeedsRow => {
+                let error = MessageError::Count { what: "logits of a row", found: 0, expected: vocab };
+                return Err(PipelineError::from(error).into());
+            }
+        };
+        let now = Instant::now();
+        state.first.get_or_insert(now);
+        state.last = Some(now);
+        state.ids.push(id);
+        state.tokens.push(token(id, output, request.sampling.candidates));
+        let ends = request.stop_at_eos && self.tokenizer.eos_ids().contains(&id);
+        let (text, stopped) = if ends { (String::new(), false) } else { state.text.push(id) };
+        if !text.is_empty() {
+            say(Event::Text { choice, text });
+        }
+        let reason = if ends || stopped {
+            Some(FinishReason::Stop)
+        } else if state.ids.len() >= request.max_tokens || position >= capacity {
+            Some(FinishReason::Length)
+        } else {
+            None
+        };
+        self.scheduler.drawn(choice, id, reason.is_some());
+        if let Some(reason) = reason {
+            self.done(choice, reason, say);
+        }
+        Ok(())
+    }
+
+    /// Hands an answer out, once.
+    fn done(&mut self, choice: Choice, finish_reason: FinishReason, say: &mut dyn FnMut(Event)) {
+        let Some(running) = self.running.get_mut(&choice.request) else { return };
+        let state = &mut running.choices[choice.index as usize];
+        if std::mem::replace(&mut state.done, true) {
+            return;
+        }
+        let rest = state.text.finish();
+        if !rest.is_empty() {
+            say(Event::Text { choice, text: rest });
+        }
+        let since =
+            |instant: Option<Instant>| instant.map_or(0.0, |at| at.duration_since(running.submitted).as_secs_f64());
+        let (first, last) = (since(state.first), since(state.last));
+        let answer = Answer {
+            tokens: std::mem::take(&mut state.tokens),
+            text: state.text.text().to_owned(),
+            finish_reason,
+            prompt_tokens: running.request.prompt.len(),
+            cached_tokens: running.cached,
+            timings: Timings {
+                first_token_seconds: first,
+                decode_seconds: last - first,
+                total_seconds: running.submitted.elapsed().as_secs_f64(),
+            },
+        };
+        if running.choices.iter().all(|choice| choice.done) {
+            self.running.remove(&choice.request);
+        }
+        say(Event::Done { choice, answer });
+    }
+
+    /// Makes one answer, telling `progress` as it goes; other requests go on beside it. When `cancel` is set, what there
+    /// is so far is the answer.
     ///
     /// # Errors
     /// [`HeadError`].
     pub fn generate(
         &mut self,
-        request: &Request,
-        tokenizer: &Tokenizer,
+        request: Request,
         cancel: &AtomicBool,
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Answer, HeadError> {
-        let sequence = self.begin(&request.prompt)?;
-        let result = self.generate_in(sequence, request, tokenizer, cancel, progress);
-        self.end(sequence);
-        result
-    }
-
-    fn generate_in(
-        &mut self,
-        sequence: SequenceId,
-        request: &Request,
-        tokenizer: &Tokenizer,
-        cancel: &AtomicBool,
-        progress: &mut dyn FnMut(Progress<'_>),
-    ) -> Result<Answer, HeadError> {
-        let started = Instant::now();
-        let context = self.pipeline.limits().context;
         let total = request.prompt.len();
-        let mut text = AnswerText::new(tokenizer, &request.stop);
-        let mut answer = Answer {
-            tokens: Vec::new(),
-            text: String::new(),
-            finish_reason: FinishReason::Length,
-            timings: Timings::default(),
-        };
-        if request.max_tokens == 0 {
-            return Ok(answer);
-        }
-        let mut last = None;
+        let id = self.submit(Request { choices: 1, ..request })?;
         progress(Progress::Prefill { done: 0, total });
-        let fed = self.feed(
-            sequence,
-            &request.prompt,
-            request.chunk,
-            cancel,
-            |start, end| {
-                if end == total { vec![request.sampling.request((end - start - 1) as u32)] } else { Vec::new() }
-            },
-            |mut outputs, done| {
-                progress(Progress::Prefill { done, total });
-                last = outputs.outputs.pop();
-            },
-        );
-        match fed {
-            Err(error) if error.is_cancelled() => {
-                answer.finish_reason = FinishReason::Cancelled;
-                answer.timings.total_seconds = started.elapsed().as_secs_f64();
-                return Ok(answer);
-            }
-            other => other?,
-        }
-        let mut ids = Vec::new();
-        while let Some(output) = last.take() {
-            let position = total + ids.len();
-            let id = match self.choose(&output, request, &ids, position as u32, cancel) {
-                Err(error) if error.is_cancelled() => {
-                    answer.finish_reason = FinishReason::Cancelled;
-                    break;
-                }
-                other => other?,
-            };
-            ids.push(id);
-            answer.tokens.push(token(id, &output, request.sampling.candidates));
-            if ids.len() == 1 {
-                answer.timings.first_token_seconds = started.elapsed().as_secs_f64();
-            }
-            if request.stop_at_eos && tokenizer.eos_ids().contains(&id) {
-                answer.finish_reason = FinishReason::Stop;
-                break;
-            }
-            let stopped = text.push(id, &mut |piece| progress(Progress::Text(piece)));
-            if stopped {
-                answer.finish_reason = FinishReason::Stop;
-                break;
-            }
-            if ids.len() >= request.max_tokens || position >= context {
-                break;
-            }
+        let mut answer = None;
+        let mut say = |event| match event {
+            Event::Prefill { request, done, total } if request == id => progress(Progress::Prefill { done, total }),
+            Event::Text { choice, text } if choice.request == id => progress(Progress::Text(&text)),
+            Event::Done { choice, answer: done } if choice.request == id => answer = Some(done),
+            _ => {}
+        };
+        while self.running.contains_key(&id) {
             if cancel.load(Ordering::Relaxed) {
-                answer.finish_reason = FinishReason::Cancelled;
+                self.cancel(id, &mut say);
                 break;
             }
-            self.step(sequence, position, &[id], vec![request.sampling.request(0)])?;
-            last = match self.pipeline.receive(cancel) {
-                Err(PipelineError::Cancelled) => {
-                    answer.finish_reason = FinishReason::Cancelled;
-                    break;
-                }
-                other => other?.outputs.pop(),
-            };
+            match self.turn(PATIENCE, cancel, &mut say) {
+                Err(error) if error.is_cancelled() => {}
+                other => drop(other?),
+            }
         }
-        answer.text = text.finish(&mut |piece| progress(Progress::Text(piece)));
-        answer.timings.total_seconds = started.elapsed().as_secs_f64();
-        if !ids.is_empty() {
-            answer.timings.decode_seconds = answer.timings.total_seconds - answer.timings.first_token_seconds;
-        }
-        Ok(answer)
+        Ok(answer.expect("what has ended was handed out"))
     }
 
-    fn choose(
-        &mut self,
-        output: &Output,
-        request: &Request,
-        answer: &[u32],
-        position: u32,
-        cancel: &AtomicBool,
-    ) -> Result<u32, HeadError> {
-        let vocab = self.pipeline.limits().vocab;
-        let history = History { prompt: &request.prompt, answer };
-        if let Draw::Token(id) = request.sampling.draw(output, vocab, history, 0, position) {
-            return Ok(id);
-        }
-        self.pipeline.send(&Step { fetch_rows: vec![0], ..Step::default() })?;
-        let row = self.pipeline.receive(cancel)?.outputs.pop().and_then(|output| output.row);
-        let whole = Output { row, ..output.clone() };
-        match request.sampling.draw(&whole, vocab, history, 0, position) {
-            Draw::Token(id) => Ok(id),
-            Draw::NeedsRow => Err(MessageError::Count { what: "logits of a row", found: 0, expected: vocab })
-                .map_err(|error| PipelineError::from(error).into()),
-        }
-    }
-
-    /// log p of every token after the first, given those before it, and the `candidates` best after the last.
-    /// `progress` is told the number of tokens done.
+    /// Answers requests that are all there from the start; the answers of each, in order.
     ///
     /// # Errors
-    /// [`HeadError`], also when `cancel` is set.
-    pub fn score(
-        &mut self,
-        ids: &[u32],
-        chunk: usize,
-        candidates: u32,
-        cancel: &AtomicBool,
-        progress: &mut dyn FnMut(usize),
-    ) -> Result<Score, HeadError> {
-        let sequence = self.begin(ids)?;
-        let chunk = chunk.min(self.pipeline.limits().outputs);
-        let mut score = Score { token_logprobs: Vec::with_capacity(ids.len()), top: Vec::new() };
-        let request = |row: usize, target: u32, top_k: u32| OutputRequest {
-            row: row as u32,
-            target,
-            top_k,
-            inverse_temperature: 1.0,
-            whole_row: false,
-        };
-        let fed = self.feed(
-            sequence,
-            ids,
-            chunk,
-            cancel,
-            |start, end| {
-                let want = |i: usize| {
-                    request(
-                        i - start,
-                        ids.get(i + 1).copied().unwrap_or(0),
-                        if i + 1 == ids.len() { candidates.max(1) } else { 1 },
-                    )
-                };
-                (start..end).map(want).collect()
-            },
-            |outputs, done| {
-                for output in outputs.outputs {
-                    if score.token_logprobs.len() + 1 < ids.len() {
-                        score.token_logprobs.push(output.target_logit - output.lse);
-                    } else {
-                        score.top = output.best.iter().map(|(id, logit)| (*id, logit - output.lse)).collect();
-                    }
+    /// [`HeadError`]; also when `cancel` is set.
+    pub fn generate_all(&mut self, requests: Vec<Request>, cancel: &AtomicBool) -> Result<Vec<Vec<Answer>>, HeadError> {
+        let mut ids = HashMap::new();
+        let mut answers: Vec<Vec<Option<Answer>>> = Vec::new();
+        for (i, request) in requests.into_iter().enumerate() {
+            answers.push(vec![None; request.choices.max(1) as usize]);
+            ids.insert(self.submit(request)?, i);
+        }
+        while !self.running.is_empty() {
+            self.turn(PATIENCE, cancel, &mut |event| {
+                if let Event::Done { choice, answer } = event
+                    && let Some(i) = ids.get(&choice.request)
+                {
+                    answers[*i][choice.index as usize] = Some(answer);
                 }
-                progress(done);
-            },
-        );
-        self.end(sequence);
-        fed?;
-        Ok(score)
-    }
-
-    /// All logits after each token of `ids`: [tokens][vocab].
-    ///
-    /// # Errors
-    /// [`HeadError`].
-    pub fn logits(&mut self, ids: &[u32], chunk: usize) -> Result<Vec<Vec<f32>>, HeadError> {
-        let sequence = self.begin(ids)?;
-        let chunk = chunk.min(self.pipeline.limits().outputs);
-        let mut rows = Vec::with_capacity(ids.len());
-        let request = |row: usize| OutputRequest {
-            row: row as u32,
-            target: 0,
-            top_k: 1,
-            inverse_temperature: 1.0,
-            whole_row: true,
-        };
-        let never = AtomicBool::new(false);
-        let fed = self.feed(
-            sequence,
-            ids,
-            chunk,
-            &never,
-            |start, end| (0..end - start).map(request).collect(),
-            |outputs, _| rows.extend(outputs.outputs.into_iter().filter_map(|output| output.row)),
-        );
-        self.end(sequence);
-        fed?;
-        Ok(rows)
+            })?;
+        }
+        Ok(answers.into_iter().map(|choices| choices.into_iter().flatten().collect()).collect())
     }
 }
+
+/// How long a turn of a blocking call waits for the pipe; answers and cancellation end it sooner.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 fn token(id: u32, output: &Output, candidates: u32) -> Token {
-    let logprob = |logit: f32| logit - output.lse;
-    let from_row = output.row.as_ref().and_then(|row| row.get(id as usize)).copied();
-    let from_best = output.best.iter().find(|(candidate, _)| *candidate == id).map(|(_, logit)| *logit);
-    Token {
-        id,
-        logprob: from_best.or(from_row).map(logprob),
-        candidates: output.best.iter().take(candidates as usize).map(|(id, logit)| (*id, logprob(*logit))).collect(),
-    }
-}
-
-/// Turns ids into the answer's text as they come, up to a stop string.
-struct AnswerText<'a> {
-    tokenizer: &'a Tokenizer,
-    stream: crate::tokenizer::TokenStream,
-    scanner: StopScanner,
-    text: String,
-}
-
-impl<'a> AnswerText<'a> {
-    fn new(tokenizer: &'a Tokenizer, stop: &[String]) -> AnswerText<'a> {
-        AnswerText {
-            tokenizer,
-            stream: tokenizer.stream_continuing(),
-            scanner: StopScanner::new(stop),
-            text: String::new(),
-        }
-    }
-
-    /// Tells `say` what has become certain; true when a stop string came.
-    fn push(&mut self, id: u32, say: &mut dyn FnMut(&str)) -> bool {
-        if self.tokenizer.is_special(id) {
-            return false;
-        }
-        let Some(piece) = self.stream.push(id) else { return false };
-        let (certain, stopped) = self.scanner.push(&piece);
-        self.say(&certain, say);
-        stopped
-    }
-
-    fn finish(mut self, say: &mut dyn FnMut(&str)) -> String {
-        let certain = self.scanner.finish();
-        self.say(&certain, say);
-        self.text
-    }
-
-    fn say(&mut self, certain: &str, say: &mut dyn FnMut(&str)) {
-        if !certain.is_empty() {
-            self.text.push_str(certain);
-            say(certain);
-        }
-    }
+    Token { id, logprob: logprob(output, id), candidates: top_logprobs(output, candidates as usize) }
 }

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use pp_shaders::profile::{HEAD_DIMS, TOP_K, TOP_K_CHUNK};
-use pp_shaders::{Act, BLOCK, Format, KvType, PAGE, Profile, SPLIT};
+use pp_shaders::{Act, BLOCK, Edit, Format, KvType, PAGE, Profile, SPLIT};
 use pp_transport::frame::PAYLOAD_BYTES_MAX;
 use thiserror::Error;
 
@@ -17,6 +17,9 @@ use crate::quant::{device_format, row_blocks};
 
 /// Logits of one pass take at most so many bytes; more rows go in several passes.
 const LOGITS_BYTES_MAX: usize = 32 << 20;
+/// Edits of logits of one pass at most: 256 tokens with penalties for each of 128 answers. They are 0.8 MiB on the device
+/// and 0.6 MiB in a message; a row with more is edited by the head.
+const EDITS_MAX: usize = 32768;
 
 /// One stage of a pipeline: which layers it holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,6 +41,27 @@ impl StageSpec {
     /// Whether it makes logits.
     pub fn is_last(&self) -> bool {
         self.index + 1 == self.stages
+    }
+
+    /// Whether stages hold every one of `layers` layers once, in order.
+    ///
+    /// # Errors
+    /// [`LayoutError::Cover`].
+    pub fn check_cover(specs: &[StageSpec], layers: usize) -> Result<(), LayoutError> {
+        let mut next = 0;
+        for (index, spec) in specs.iter().enumerate() {
+            let fits = spec.layers.start == next
+                && spec.layers.end > next
+                && (spec.index, spec.stages) == (index, specs.len());
+            if !fits {
+                return Err(LayoutError::Cover { index, found: spec.layers.clone(), next, layers });
+            }
+            next = spec.layers.end;
+        }
+        if next == layers {
+            return Ok(());
+        }
+        Err(LayoutError::Cover { index: specs.len(), found: next..next, next, layers })
     }
 
     /// The stages of a pipeline with so many layers on each.
@@ -62,6 +86,8 @@ pub struct StageOptions {
     pub context: usize,
     /// Sequences that may hold pages at once.
     pub sequences: usize,
+    /// Positions of all sequences together.
+    pub kv_tokens: usize,
     /// Tokens of the largest micro-batch.
     pub chunk: usize,
 }
@@ -74,7 +100,7 @@ impl StageOptions {
 
     /// Pages of a stage.
     pub fn pages(&self) -> usize {
-        self.sequences * self.pages_per_sequence()
+        self.kv_tokens.div_ceil(PAGE)
     }
 }
 
@@ -86,6 +112,10 @@ pub enum LayoutError {
     Arch(#[from] UnknownArch),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    #[error(
+        "stage {index} holds layers {found:?} where layer {next} of {layers} is next: every layer must be on one stage, in order"
+    )]
+    Cover { index: usize, found: Range<usize>, next: usize, layers: usize },
     #[error("heads of {found} values are not supported; supported are {HEAD_DIMS:?}")]
     HeadDim { found: usize },
     #[error("a {what} of {found} is not supported: it must be a multiple of 4")]
@@ -97,7 +127,7 @@ pub enum LayoutError {
     #[error("tensor `{tensor}` is a vector and stored as {found}; vectors are read as F32, F16 or BF16")]
     Vector { tensor: String, found: &'static str },
     #[error(
-        "{tokens} tokens of {hidden} floats are {bytes} bytes, a frame between stages carries at most {PAYLOAD_BYTES_MAX}: use a --chunk of at most {fits}"
+        "{tokens} tokens of {hidden} floats are {bytes} bytes, a frame between stages carries at most {PAYLOAD_BYTES_MAX}: use --max-batch-tokens of at most {fits}"
     )]
     Frame { tokens: usize, hidden: usize, bytes: usize, fits: usize },
     #[error(
@@ -107,9 +137,9 @@ pub enum LayoutError {
     #[error("one row of `{tensor}` takes {bytes} bytes, but the device binds at most {limit} at a time")]
     Binding { tensor: String, bytes: usize, limit: usize },
     #[error(
-        "a context of {context} tokens takes {bytes} bytes for one head of keys, but the device binds at most {limit} at a time: use a --ctx of at most {fits}"
+        "a cache of {tokens} tokens takes {bytes} bytes for one head of keys, but the device binds at most {limit} at a time: use --kv-tokens or --ctx of at most {fits}"
     )]
-    KvBinding { context: usize, bytes: usize, limit: usize, fits: usize },
+    KvBinding { tokens: usize, bytes: usize, limit: usize, fits: usize },
 }
 
 /// Rows of a matrix that come from one tensor.
@@ -235,6 +265,8 @@ pub struct StageLayout {
     pub work: Vec<WorkBuffer>,
     /// Rows of logits of one pass.
     pub outputs_max: usize,
+    /// Edits of logits of one pass.
+    pub edits_max: usize,
 }
 
 impl StageLayout {
@@ -289,6 +321,7 @@ impl StageLayout {
         let head = if spec.is_last() { Some(source.head(spec.is_first())?) } else { None };
         let kv_groups = kv_groups(&dims, &options, limits.binding_bytes)?;
         let outputs_max = (LOGITS_BYTES_MAX / (4 * dims.vocab)).clamp(1, options.chunk.max(FEW_TOKENS));
+        let edits_max = EDITS_MAX.min(outputs_max * dims.vocab).min(limits.binding_bytes / Edit::BYTES);
         let mut layout = StageLayout {
             spec,
             options,
@@ -300,11 +333,12 @@ impl StageLayout {
             kv_groups,
             work: Vec::new(),
             outputs_max,
+            edits_max,
         };
         layout.work = layout.work_buffers(profile);
         for buffer in &layout.work {
             if buffer.bytes > limits.binding_bytes {
-                let option = if buffer.name.starts_with("part_") { "--ctx" } else { "--chunk" };
+                let option = if buffer.name.starts_with("part_") { "--ctx" } else { "--max-batch-tokens" };
                 let (bytes, limit) = (buffer.bytes, limits.binding_bytes);
                 return Err(LayoutError::Work { buffer: buffer.name, bytes, limit, option });
             }
@@ -422,14 +456,17 @@ impl StageLayout {
         add("gate_up", 4 * tokens * 2 * d.intermediate);
         add("tokens", 16 * tokens);
         add("rotation", 8 * tokens * d.rope_pairs);
-        add("pages", 4 * self.options.pages());
+        add("pages", 4 * self.options.sequences * self.options.pages_per_sequence());
         add("tiles", 16 * tokens);
         add("outputs", 16 * self.outputs_max);
-        let outputs = if self.head.is_some() { self.outputs_max } else { 0 };
+        let (outputs, edits) = if self.head.is_some() { (self.outputs_max, self.edits_max) } else { (0, 0) };
         let chunks = d.vocab.div_ceil(TOP_K_CHUNK as usize);
         add("logits", 4 * outputs * d.vocab);
         add("best", 8 * outputs * chunks * TOP_K as usize);
         add("stats", 16 * outputs * chunks);
+        add("edits", edits * Edit::BYTES);
+        add("raw_logits", 4 * edits);
+        add("raw_stats", 16 * outputs * chunks);
         add("result", 8 * outputs * (TOP_K as usize + 2));
         add("nothing", 16);
         buffers
@@ -441,8 +478,8 @@ fn kv_groups(dims: &Dims, options: &StageOptions, limit: usize) -> Result<Vec<(u
     let bytes = options.pages() * head;
     let fit = limit / bytes.max(1);
     if fit == 0 {
-        let fits = limit / head / options.sequences * PAGE;
-        return Err(LayoutError::KvBinding { context: options.context, bytes, limit, fits });
+        let fits = limit / head * PAGE;
+        return Err(LayoutError::KvBinding { tokens: options.kv_tokens, bytes, limit, fits });
     }
     Ok((0..dims.kv_heads).step_by(fit).map(|first| (first, fit.min(dims.kv_heads - first))).collect())
 }

@@ -12,7 +12,7 @@ pub mod chat_template;
 pub mod checkpoint;
 pub mod config;
 pub mod head;
-pub mod kv;
+pub mod law;
 pub mod layout;
 pub mod message;
 pub mod pipeline;

@@ -4,10 +4,9 @@
 //! little-endian floats, row by row. Everything is checked against [`MessageLimits`] before it is used; a description
 //! cannot make a reader allocate more than the bytes that it came in.
 
+use pp_shaders::Edit;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-
-use crate::kv::SequenceId;
 
 /// Consecutive tokens of one sequence.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -22,19 +21,69 @@ pub struct Span {
     pub new_pages: Vec<u32>,
 }
 
-/// A row that logits are wanted for.
+/// A change to one logit l of a row: it becomes (l + bias) f - subtract, where f is 1 / repetition for a positive
+/// l + bias, else repetition. Each operation is rounded to a float.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LogitEdit {
+    /// Whose logit.
+    pub id: u32,
+    /// Added; -inf bans the token.
+    pub bias: f32,
+    /// Divides what is positive and multiplies the rest; 1 does nothing.
+    pub repetition: f32,
+    /// Subtracted last.
+    pub subtract: f32,
+}
+
+impl LogitEdit {
+    /// Largest bias and subtrahend: logits stay finite, also divided by the lowest temperature.
+    pub const TERM_MAX: f32 = 1e30;
+    /// Largest factor, and the inverse of the smallest.
+    pub const REPETITION_MAX: f32 = 1e3;
+
+    /// An edit, with its numbers brought into their ranges; what is not a number does nothing.
+    pub fn new(id: u32, bias: f32, repetition: f32, subtract: f32) -> LogitEdit {
+        let or = |value: f32, nothing: f32| if value.is_nan() { nothing } else { value };
+        let (term, factor) = (LogitEdit::TERM_MAX, LogitEdit::REPETITION_MAX);
+        LogitEdit {
+            id,
+            bias: or(bias, 0.0).min(term),
+            repetition: or(repetition, 1.0).clamp(1.0 / factor, factor),
+            subtract: or(subtract, 0.0).clamp(-term, term),
+        }
+    }
+
+    /// What becomes of a logit: the same bits here and on a device.
+    pub fn apply(&self, logit: f32) -> f32 {
+        self.at(0).apply(logit)
+    }
+
+    /// As the device takes it, for the logit at `place`.
+    pub fn at(&self, place: u32) -> Edit {
+        let LogitEdit { bias, repetition, subtract, .. } = *self;
+        Edit { place, bias, repetition, reciprocal: 1.0 / repetition, subtract }
+    }
+
+    fn is_in_range(&self) -> bool {
+        *self == LogitEdit::new(self.id, self.bias, self.repetition, self.subtract)
+    }
+}
+
+/// A row that logits are wanted for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OutputRequest {
     /// Its token, counted through the spans of the micro-batch.
     pub row: u32,
     /// A token whose logit is wanted in any case.
     pub target: u32,
-    /// Best candidates wanted.
+    /// Best candidates wanted, of the edited logits.
     pub top_k: u32,
     /// 1 / temperature, for the second log-sum-exp; 1 where it does not matter.
     pub inverse_temperature: f32,
-    /// Whether all logits of the row are wanted.
+    /// Whether all logits of the row are wanted, as they are before the edits.
     pub whole_row: bool,
+    /// What is done to the row first, by rising id.
+    pub edits: Vec<LogitEdit>,
 }
 
 /// A micro-batch.
@@ -48,8 +97,6 @@ pub struct Step {
     pub ids: Vec<u32>,
     /// Rows that logits are wanted for.
     pub outputs: Vec<OutputRequest>,
-    /// Rows of the previous micro-batch's outputs that are wanted whole after all; no spans then.
-    pub fetch_rows: Vec<u32>,
 }
 
 impl Step {
@@ -59,18 +106,31 @@ impl Step {
     }
 }
 
+/// A token that may come next.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Candidate {
+    /// The token.
+    pub id: u32,
+    /// Its logit, edited; not divided by the temperature.
+    pub logit: f32,
+    /// Its logit before the edits.
+    pub raw: f32,
+}
+
 /// What the tail found for one [`OutputRequest`].
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Output {
-    /// Log-sum-exp of the logits.
+    /// Log-sum-exp of the raw logits.
     pub lse: f32,
-    /// Log-sum-exp of the logits divided by the temperature.
-    pub lse_scaled: f32,
-    /// The logit of the target.
+    /// Log-sum-exp of the edited logits divided by the temperature.
+    pub lse_processed: f32,
+    /// The raw logit of the target.
     pub target_logit: f32,
-    /// The best (id, logit), by falling logit, then rising id.
-    pub best: Vec<(u32, f32)>,
-    /// All logits, where they were asked for.
+    /// The best, by falling edited logit, then rising id. Fewer than wanted where no others are left.
+    pub best: Vec<Candidate>,
+    /// Of the edited tokens that are not among the best, the first by falling raw logit, as many as `best` may have.
+    pub beside: Vec<Candidate>,
+    /// All raw logits, where they were asked for.
     pub row: Option<Vec<f32>>,
 }
 
@@ -94,6 +154,8 @@ pub struct MessageLimits {
     pub pages: usize,
     /// Rows of logits of a micro-batch.
     pub outputs: usize,
+    /// Edits of all its rows together.
+    pub edits: usize,
     /// Ids of tokens.
     pub vocab: usize,
     /// Floats of a row of activations.
@@ -159,10 +221,6 @@ pub fn decode_step(payload: &[u8], limits: &MessageLimits, first: bool) -> Resul
     at_most("number of sequences", step.spans.len(), limits.sequences)?;
     at_most("number of released sequences", step.released.len(), limits.sequences)?;
     at_most("number of outputs", step.outputs.len(), limits.outputs)?;
-    at_most("number of rows to fetch", step.fetch_rows.len(), limits.outputs)?;
-    for row in &step.fetch_rows {
-        at_most("row to fetch", *row as usize + 1, limits.outputs)?;
-    }
     let mut tokens = 0;
     for span in &step.spans {
         at_most("position", span.start as usize + span.count as usize, limits.context)?;
@@ -176,6 +234,7 @@ pub fn decode_step(payload: &[u8], limits: &MessageLimits, first: bool) -> Resul
         at_most("output row", output.row as usize + 1, tokens)?;
         at_most("target id", output.target as usize + 1, limits.vocab)?;
     }
+    check_edits(&step.outputs, limits)?;
     if first {
         exactly("token ids", step.ids.len(), tokens)?;
         for id in &step.ids {
@@ -186,6 +245,22 @@ pub fn decode_step(payload: &[u8], limits: &MessageLimits, first: bool) -> Resul
         exactly("activations", activations.len(), tokens * limits.hidden)?;
     }
     Ok((step, activations))
+}
+
+/// Ids rise, so that no logit is edited twice.
+fn check_edits(outputs: &[OutputRequest], limits: &MessageLimits) -> Result<(), MessageError> {
+    at_most("number of edits", outputs.iter().map(|output| output.edits.len()).sum(), limits.edits)?;
+    let malformed = |message: String| Err(MessageError::Malformed { message });
+    for edits in outputs.iter().map(|output| &output.edits) {
+        if let Some(pair) = edits.windows(2).find(|pair| pair[0].id >= pair[1].id) {
+            return malformed(format!("an edit of token {} behind one of {}", pair[1].id, pair[0].id));
+        }
+        if let Some(edit) = edits.iter().find(|edit| !edit.is_in_range()) {
+            return malformed(format!("out of range: {edit:?}"));
+        }
+        at_most("edited id", edits.last().map_or(0, |edit| edit.id as usize + 1), limits.vocab)?;
+    }
+    Ok(())
 }
 
 /// The tail's answer, checked for its size.
@@ -199,19 +274,12 @@ pub fn decode_outputs(payload: &[u8], limits: &MessageLimits) -> Result<Outputs,
         if let Some(row) = &output.row {
             exactly("logits of a row", row.len(), limits.vocab)?;
         }
-        for (id, _) in &output.best {
-            at_most("candidate id", *id as usize + 1, limits.vocab)?;
+        for candidate in output.best.iter().chain(&output.beside) {
+            at_most("candidate id", candidate.id as usize + 1, limits.vocab)?;
         }
     }
     exactly("activations", activations.len(), 0)?;
     Ok(outputs)
-}
-
-/// A sequence id on the wire.
-impl From<SequenceId> for u64 {
-    fn from(id: SequenceId) -> u64 {
-        id.0
-    }
 }
 
 #[cfg(test)]

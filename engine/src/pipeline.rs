@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use pp_transport::local::{LocalPort, pair};
-use pp_transport::{Frame, FrameHeader, Port, PortError};
+use pp_transport::relay::{Delay, slow_pair};
+use pp_transport::{Arrival, Frame, FrameHeader, Port, PortError};
 use thiserror::Error;
 
 use crate::backend::DeviceError;
@@ -18,12 +19,13 @@ use crate::checkpoint::Checkpoint;
 use crate::layout::{LayoutError, StageLayout, StageOptions, StageSpec};
 use crate::message::{self, MessageError, MessageLimits, Outputs, Step};
 use crate::stage::{Stage, StepError, message_limits};
+use crate::trace::Recorder;
 use crate::weights::{LoadError, LoadProgress};
 use crate::worker::{self, Counters, WorkerError, panic_message};
 pub use device::Device;
 
-/// Frames that a link holds before its sender waits.
-const LINK_FRAMES: usize = 2;
+/// Micro-batches for each stage that may be in flight: one that it works on and one that waits for it.
+const IN_FLIGHT_PER_STAGE: usize = 2;
 /// What a stage may say before it waits for the head to listen: its progress while it loads, and how it ended.
 const EVENTS_PER_STAGE: usize = 512;
 /// A pipeline that is silent for so long with work in it is taken for dead.
@@ -78,6 +80,11 @@ pub enum PipelineError {
 }
 
 impl PipelineError {
+    /// The user wanted it to end.
+    pub fn is_cancelled(&self) -> bool {
+        matches!(self, PipelineError::Cancelled)
+    }
+
     /// The device had no room.
     pub fn is_out_of_memory(&self) -> bool {
         let error = match self {
@@ -121,11 +128,34 @@ enum Event {
     Failed(usize, WorkerError),
 }
 
+/// What is between stages, where it is not the usual.
+#[derive(Clone, Debug, Default)]
+pub struct PipelineOptions {
+    /// Frames that a link to a stage holds before its sender waits; at least 1. By default as many as may be in flight,
+    /// so that a stage waits for room only when the head has sent too much. A frame holds at most
+    /// [`MessageLimits::tokens`] rows of activations; as nothing but what is in flight is on the links, they hold
+    /// that many such frames together, however many links there are.
+    pub link_frames: Option<usize>,
+    /// Hops that are made slow. Hop i leads to stage i, the one after the last stage from the tail to the head. A slow
+    /// hop holds up to three times as many frames: those to be sent, on the way, and arrived.
+    pub slow_hops: Vec<(usize, Delay)>,
+}
+
+impl PipelineOptions {
+    fn link(&self, hop: usize, frames: usize) -> std::io::Result<(LocalPort, LocalPort)> {
+        match self.slow_hops.iter().find(|(slow, _)| *slow == hop) {
+            Some((_, delay)) => slow_pair(frames, *delay),
+            None => Ok(pair(frames)),
+        }
+    }
+}
+
 /// A running pipeline, as the head sees it.
 pub struct Pipeline {
     stages: Vec<StageName>,
     reports: Vec<StageReport>,
     counters: Vec<Arc<Counters>>,
+    recorder: Arc<Recorder>,
     to_first: Option<LocalPort>,
     from_tail: LocalPort,
     events: Receiver<Event>,
@@ -137,6 +167,8 @@ pub struct Pipeline {
     next_step: u64,
     /// Steps that were sent and not answered, with the outputs that each asked for.
     in_flight: VecDeque<(u64, usize)>,
+    /// When the tail was last heard, or work given to an empty pipe.
+    heard: Instant,
     in_flight_max: usize,
 }
 
@@ -156,7 +188,30 @@ impl Pipeline {
         progress: OnProgress<'_>,
         cancel: &AtomicBool,
     ) -> Result<Pipeline, PipelineError> {
+        Pipeline::open_with(checkpoint, specs, options, &PipelineOptions::default(), devices, progress, cancel)
+    }
+
+    /// As [`Pipeline::open`], with other links.
+    ///
+    /// # Errors
+    /// As [`Pipeline::open`].
+    ///
+    /// # Panics
+    /// When links are to hold no frame.
+    pub fn open_with(
+        checkpoint: &Arc<Checkpoint>,
+        specs: &[StageSpec],
+        options: StageOptions,
+        between: &PipelineOptions,
+        devices: &[Device],
+        progress: OnProgress<'_>,
+        cancel: &AtomicBool,
+    ) -> Result<Pipeline, PipelineError> {
         assert_eq!(specs.len(), devices.len(), "a device for every stage");
+        if let Err(error) = StageSpec::check_cover(specs, checkpoint.config.layers) {
+            let stage = StageName { index: 0, layers: (0, checkpoint.config.layers), device: devices[0].name() };
+            return Err(PipelineError::Layout { stage, error: Box::new(error) });
+        }
         let mut stages = Vec::new();
         let mut layouts = Vec::new();
         for (spec, device) in specs.iter().zip(devices) {
@@ -170,17 +225,29 @@ impl Pipeline {
         let limits = message_limits(layouts.last().expect("a pipeline has stages"));
         // The tail answers every frame; its link holds all that may be in flight, and one answer that was on its way
         // when the head gave up what was in flight before: nobody waits for the head.
-        let in_flight_max = LINK_FRAMES * specs.len() + 1;
-        let (to_first, mut upstream) = pair(LINK_FRAMES);
-        let (to_head, from_tail) = pair(in_flight_max + 1);
-        let mut to_head = Some(to_head);
+        let in_flight_max = IN_FLIGHT_PER_STAGE * specs.len() + 1;
+        let link_frames = between.link_frames.unwrap_or(in_flight_max);
+        let (mut senders, mut receivers) = (VecDeque::new(), VecDeque::new());
+        for hop in 0..=specs.len() {
+            let (stage, frames) = match stages.get(hop) {
+                Some(stage) => (stage, link_frames),
+                None => (&stages[hop - 1], in_flight_max + 1),
+            };
+            let link = between.link(hop, frames);
+            let (from, to) = link.map_err(|error| PipelineError::Thread { stage: stage.clone(), error })?;
+            senders.push_back(from);
+            receivers.push_back(to);
+        }
+        let from_tail = receivers.pop_back().expect("a hop leads to the head");
         let (tell, events) = bounded(EVENTS_PER_STAGE * specs.len());
         let stop = Arc::new(AtomicBool::new(false));
+        let recorder = Recorder::new(stages.iter().map(|stage| (stage.device.clone(), stage.layers)));
         let mut pipeline = Pipeline {
             stages,
             reports: Vec::new(),
             counters: Vec::new(),
-            to_first: Some(to_first),
+            recorder,
+            to_first: senders.pop_front(),
             from_tail,
             events,
             threads: Vec::new(),
@@ -189,16 +256,13 @@ impl Pipeline {
             epoch: Arc::new(AtomicU64::new(1)),
             next_step: 0,
             in_flight: VecDeque::new(),
+            heard: Instant::now(),
             in_flight_max,
         };
-        let last = layouts.len() - 1;
-        for (index, (layout, device)) in layouts.into_iter().zip(devices).enumerate() {
-            let (downstream, next_upstream) = if index == last {
-                (to_head.take().expect("one tail"), None)
-            } else {
-                let (downstream, next) = pair(LINK_FRAMES);
-                (downstream, Some(next))
-            };
+        let ports = receivers.into_iter().zip(senders);
+        for (index, ((layout, device), (upstream, downstream))) in
+            layouts.into_iter().zip(devices).zip(ports).enumerate()
+        {
             let counters = Arc::<Counters>::default();
             pipeline.counters.push(counters.clone());
             let thread = StageThread {
@@ -210,6 +274,7 @@ impl Pipeline {
                 tell: tell.clone(),
                 stop: pipeline.stop.clone(),
                 counters,
+                recorder: pipeline.recorder.clone(),
                 epoch: pipeline.epoch.clone(),
             };
             let handle = std::thread::Builder::new().name(format!("stage-{index}")).spawn(move || thread.run(layout));
@@ -218,10 +283,6 @@ impl Pipeline {
                 Err(error) => {
                     return Err(PipelineError::Thread { stage: pipeline.stages[index].clone(), error });
                 }
-            }
-            match next_upstream {
-                Some(next) => upstream = next,
-                None => break,
             }
         }
         pipeline.wait_until_loaded(progress, cancel)?;
@@ -277,6 +338,11 @@ impl Pipeline {
         &self.counters
     }
 
+    /// Where the stages write what they did when; its clock began when the pipeline was opened.
+    pub fn recorder(&self) -> &Arc<Recorder> {
+        &self.recorder
+    }
+
     /// Micro-batches that may be sent before an answer must be taken.
     pub fn room(&self) -> usize {
         self.in_flight_max - self.in_flight.len()
@@ -287,24 +353,28 @@ impl Pipeline {
         self.in_flight.len()
     }
 
-    /// Sends a micro-batch down the pipe.
+    /// Sends a micro-batch of a decode group down the pipe; returns the number of the step.
     ///
     /// # Errors
     /// [`PipelineError`] when a stage is gone.
     ///
     /// # Panics
     /// When there is no [`Pipeline::room`].
-    pub fn send(&mut self, step: &Step) -> Result<(), PipelineError> {
+    pub fn send(&mut self, step: &Step, group: u32) -> Result<u64, PipelineError> {
         assert!(self.room() > 0, "more micro-batches than the pipe holds");
-        let header = FrameHeader { epoch: self.epoch(), step: self.next_step, micro_batch: 0 };
+        let number = self.next_step;
+        let header = FrameHeader { epoch: self.epoch(), step: number, micro_batch: group };
         let frame = Frame { header, payload: message::encode(step, &[]) };
         let port = self.to_first.as_mut().expect("open until dropped");
         if port.send(frame).is_err() {
             return Err(self.why_closed());
         }
-        self.in_flight.push_back((self.next_step, step.outputs.len().max(step.fetch_rows.len())));
+        if self.in_flight.is_empty() {
+            self.heard = Instant::now();
+        }
+        self.in_flight.push_back((number, step.outputs.len()));
         self.next_step += 1;
-        Ok(())
+        Ok(number)
     }
 
     fn epoch(&self) -> u64 {
@@ -325,11 +395,29 @@ impl Pipeline {
     /// # Errors
     /// [`PipelineError`] when a stage failed, and when `cancel` is set.
     pub fn receive(&mut self, cancel: &AtomicBool) -> Result<Outputs, PipelineError> {
-        let deadline = Instant::now() + ANSWER_TIMEOUT;
         loop {
-            match self.from_tail.receive(LOOK) {
-                Ok(frame) if frame.header.epoch != self.epoch() => {}
-                Ok(frame) => {
+            if let Some((outputs, _)) = self.receive_within(ANSWER_TIMEOUT, cancel)? {
+                return Ok(outputs);
+            }
+        }
+    }
+
+    /// As [`Pipeline::receive`], with the instant at which the answer lay ready; nothing when none came within
+    /// `patience`.
+    ///
+    /// # Errors
+    /// As [`Pipeline::receive`].
+    pub fn receive_within(
+        &mut self,
+        patience: Duration,
+        cancel: &AtomicBool,
+    ) -> Result<Option<(Outputs, Instant)>, PipelineError> {
+        let until = Instant::now() + patience;
+        loop {
+            match self.from_tail.receive(LOOK.min(until.saturating_duration_since(Instant::now()))) {
+                Ok(arrival) if arrival.frame.header.epoch != self.epoch() => {}
+                Ok(Arrival { frame, at }) => {
+                    self.heard = Instant::now();
                     let (step, wanted) = self.in_flight.pop_front().unzip();
                     if step != Some(frame.header.step) {
                         return Err(PipelineError::Order { expected: step, found: frame.header.step });
@@ -339,7 +427,7 @@ impl Pipeline {
                     if found != expected {
                         return Err(MessageError::Count { what: "outputs", found, expected }.into());
                     }
-                    return Ok(outputs);
+                    return Ok(Some((outputs, at)));
                 }
                 Err(PortError::Timeout { .. }) => {
                     if let Ok(Event::Failed(stage, error)) = self.events.try_recv() {
@@ -348,8 +436,11 @@ impl Pipeline {
                     if cancel.load(Ordering::Relaxed) {
                         return Err(PipelineError::Cancelled);
                     }
-                    if Instant::now() > deadline {
+                    if self.heard.elapsed() > ANSWER_TIMEOUT {
                         return Err(PipelineError::Silent { seconds: ANSWER_TIMEOUT.as_secs() });
+                    }
+                    if Instant::now() >= until {
+                        return Ok(None);
                     }
                 }
                 Err(_) => return Err(self.why_closed()),
@@ -396,6 +487,7 @@ struct StageThread {
     tell: Sender<Event>,
     stop: Arc<AtomicBool>,
     counters: Arc<Counters>,
+    recorder: Arc<Recorder>,
     epoch: Arc<AtomicU64>,
 }
 
@@ -414,6 +506,7 @@ impl StageThread {
                 &mut self.downstream,
                 &self.epoch,
                 &self.counters,
+                &self.recorder,
                 &self.stop,
             );
             if let Err(error) = end {

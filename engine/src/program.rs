@@ -20,6 +20,8 @@ pub enum Count {
     Tokens,
     /// Rows that logits are wanted for.
     Outputs,
+    /// Edits of logits.
+    Edits,
 }
 
 /// How many workgroups a dispatch takes, given a [`Shape`] and its count.
@@ -70,6 +72,8 @@ pub struct Shape {
     pub tokens: u32,
     /// Rows that logits are wanted for.
     pub outputs: u32,
+    /// Edits of logits, as many as the buffer of edits is filled with.
+    pub edits: u32,
     /// Attention tiles (prefill).
     pub tiles: u32,
     /// Splits of the longest context (decode).
@@ -95,13 +99,31 @@ pub struct Op {
     pub weight_bytes: u64,
     /// Multiplications and additions a token.
     pub operations: u64,
+    /// More of them for each split of the token's context.
+    pub split_operations: u64,
 }
 
+/// Operations that a device does in the time that it reads a byte of weights in: 18 on the software driver that
+/// benches/LOG.md measures. A program's weights are the same in every step, so that it decides little.
+const OPERATIONS_PER_BYTE: f64 = 16.0;
+/// Operations that a device does in the time that a dispatch takes at least.
+const OPERATIONS_PER_DISPATCH: f64 = 1e5;
+
 impl Op {
-    fn count(&self, shape: &Shape) -> u32 {
+    /// A rough measure of a step's dispatch that its time goes with: operations, and as many as could be done while
+    /// weights are read. Contexts count as if all were as long as the longest.
+    pub fn work(&self, shape: &Shape) -> f64 {
+        let each = self.operations as f64 + self.split_operations as f64 * f64::from(shape.splits);
+        let weights = OPERATIONS_PER_BYTE * self.weight_bytes as f64;
+        OPERATIONS_PER_DISPATCH + weights + each * f64::from(self.count(shape))
+    }
+
+    /// What `tokens` is in a step.
+    pub fn count(&self, shape: &Shape) -> u32 {
         match self.count {
             Count::Tokens => shape.tokens,
             Count::Outputs => shape.outputs,
+            Count::Edits => shape.edits,
         }
     }
 

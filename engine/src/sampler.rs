@@ -1,13 +1,15 @@
 //! From logits to a token. Pure: randomness is a function of (seed, choice, position), so a replay draws the same.
 //!
-//! Order: penalties, temperature, min-p, top-k, top-p. The tail of the pipeline returns the best candidates with the
-//! log-sum-exp of all logits; a draw that they cannot decide asks for the whole row, so the result is exact.
+//! Order: bias, penalties, temperature, min-p, top-k, top-p. The tail of the pipeline does the first three and returns
+//! the best candidates with the log-sum-exp of all logits; the head does the rest. A draw that candidates cannot decide
+//! asks for the whole row, so the result is exact: that of the whole row, worked on here.
 
-use std::collections::HashMap;
+use std::cmp::Ordering;
 
 use pp_shaders::profile::TOP_K;
+use pp_shaders::reference::is_candidate;
 
-use crate::message::{Output, OutputRequest};
+use crate::message::{LogitEdit, Output, OutputRequest};
 
 /// How a request wants its tokens chosen.
 #[derive(Clone, Debug, PartialEq)]
@@ -20,6 +22,8 @@ pub struct Sampling {
     pub top_p: f32,
     /// Keep what is at least this likely, relative to the best; 0 keeps all.
     pub min_p: f32,
+    /// Added to the logits of tokens, by rising id, each once; -inf bans a token. Ids are of the vocabulary.
+    pub logit_bias: Vec<(u32, f32)>,
     /// Divides positive and multiplies negative logits of tokens in prompt and answer (Keskar et al. 2019,
     /// arXiv:1909.05858); 1 does nothing.
     pub repetition_penalty: f32,
@@ -35,6 +39,10 @@ pub struct Sampling {
 
 /// Below this a temperature is taken for 0: logits divided by it would not be finite.
 const TEMPERATURE_MIN: f32 = 1e-5;
+/// How far a device's log-sum-exp may be off: the sum of 4096 floats in the worst order of additions …
+const LSE_ERROR: f64 = 4e-5;
+/// … and the rounding of the result, as a share of it.
+const LSE_ROUNDING: f64 = 2.5e-7;
 
 impl Default for Sampling {
     /// Greedy.
@@ -44,6 +52,7 @@ impl Default for Sampling {
             top_k: 0,
             top_p: 1.0,
             min_p: 0.0,
+            logit_bias: Vec::new(),
             repetition_penalty: 1.0,
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
@@ -67,20 +76,60 @@ pub struct History<'a> {
 pub enum Draw {
     /// The token.
     Token(u32),
-    /// The candidates do not decide: fetch the whole row and draw again.
+    /// The candidates do not decide: ask for the whole row and draw again.
     NeedsRow,
 }
 
 impl Sampling {
-    /// What to ask of the tail for row `row`.
-    pub fn request(&self, row: u32) -> OutputRequest {
-        let top_k = if self.is_greedy() { 1 } else { TOP_K };
+    /// What is done to the logits of a row before the temperature, by rising id.
+    pub fn edits(&self, history: History<'_>) -> Vec<LogitEdit> {
+        let penalised = self.presence_penalty != 0.0 || self.frequency_penalty != 0.0;
+        let mut answered = if penalised { history.answer.to_vec() } else { Vec::new() };
+        let mut seen =
+            if self.repetition_penalty != 1.0 { [history.prompt, history.answer].concat() } else { Vec::new() };
+        answered.sort_unstable();
+        seen.sort_unstable();
+        seen.dedup();
+        let mut ids: Vec<u32> = self.logit_bias.iter().map(|(id, _)| *id).chain(answered.iter().copied()).collect();
+        ids.extend(&seen);
+        ids.sort_unstable();
+        ids.dedup();
+        let edit = |id: u32| {
+            let bias = self.logit_bias.binary_search_by_key(&id, |(biased, _)| *biased);
+            let bias = bias.map_or(0.0, |at| self.logit_bias[at].1);
+            let repetition = if seen.binary_search(&id).is_ok() { self.repetition_penalty } else { 1.0 };
+            let first = answered.partition_point(|answered| *answered < id);
+            let count = answered[first..].iter().take_while(|answered| **answered == id).count();
+            let presence = if count > 0 { self.presence_penalty } else { 0.0 };
+            LogitEdit::new(id, bias, repetition, presence + self.frequency_penalty * count as f32)
+        };
+        ids.into_iter().map(edit).collect()
+    }
+
+    /// What to ask of the tail for row `row`. Where there are more than `edits_max` edits, the head must do them.
+    pub fn request(&self, row: u32, history: History<'_>, edits_max: usize) -> OutputRequest {
+        let edits = self.edits(history);
+        if edits.len() > edits_max {
+            return self.request_row(row);
+        }
+        let top_k = match self.candidates {
+            0 if self.is_greedy() => 1,
+            wanted if self.is_greedy() && edits.is_empty() => wanted.min(TOP_K),
+            // Also where some are wanted for log-probabilities: edits may put others before them.
+            _ => TOP_K,
+        };
+        OutputRequest { row, target: 0, top_k, inverse_temperature: self.inverse(), whole_row: false, edits }
+    }
+
+    /// What to ask of the tail where only the whole row decides.
+    pub fn request_row(&self, row: u32) -> OutputRequest {
         OutputRequest {
             row,
             target: 0,
-            top_k: top_k.max(self.candidates).min(TOP_K),
-            inverse_temperature: if self.is_greedy() { 1.0 } else { 1.0 / self.temperature },
-            whole_row: self.has_penalties(),
+            top_k: self.candidates.clamp(1, TOP_K),
+            inverse_temperature: self.inverse(),
+            whole_row: true,
+            edits: Vec::new(),
         }
     }
 
@@ -88,106 +137,129 @@ impl Sampling {
         self.temperature < TEMPERATURE_MIN
     }
 
-    fn has_penalties(&self) -> bool {
-        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    fn inverse(&self) -> f32 {
+        if self.is_greedy() { 1.0 } else { 1.0 / self.temperature }
     }
 
-    /// Chooses the token at `position` of choice `choice`.
+    /// Chooses the token at `position` of choice `choice`. `output` answers a request of this `history`.
     pub fn draw(&self, output: &Output, vocab: usize, history: History<'_>, choice: u32, position: u32) -> Draw {
+        let uniform = uniform(self.seed, choice, position);
         if let Some(row) = &output.row {
-            return Draw::Token(self.draw_row(row.clone(), history, choice, position));
+            return Draw::Token(self.draw_row(row, history, uniform));
         }
+        let Some(best) = output.best.first() else { return Draw::NeedsRow };
         if self.is_greedy() {
-            return output.best.first().map_or(Draw::NeedsRow, |(id, _)| Draw::Token(*id));
+            return Draw::Token(best.id);
         }
-        let inverse = 1.0 / f64::from(self.temperature);
-        let weights = output
-            .best
-            .iter()
-            .map(|(id, logit)| (*id, (f64::from(*logit) * inverse - f64::from(output.lse_scaled)).exp()));
-        self.draw_sorted(&weights.collect::<Vec<_>>(), output.best.len() >= vocab, uniform(self.seed, choice, position))
+        let (inverse, top) = (f64::from(self.inverse()), f64::from(best.logit));
+        // Weights are relative to the best, here as in `draw_row`, so that equal sums are equal to the last bit.
+        let weigh = |logit: f32| ((f64::from(logit) - top) * inverse).exp();
+        let weights: Vec<(u32, f64)> = output.best.iter().map(|c| (c.id, weigh(c.logit))).collect();
+        if output.best.len() >= vocab || output.best.len() < TOP_K as usize {
+            return self.draw_sorted(&weights, None, uniform);
+        }
+        let lse = f64::from(output.lse_processed);
+        let mass = |error: f64| (lse + error - top * inverse).exp();
+        let error = LSE_ERROR + LSE_ROUNDING * lse.abs();
+        self.draw_sorted(&weights, Some((mass(-error), mass(error))), uniform)
     }
 
-    /// Chooses from all logits.
-    fn draw_row(&self, mut logits: Vec<f32>, history: History<'_>, choice: u32, position: u32) -> u32 {
-        self.penalise(&mut logits, history);
-        let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-        order.sort_by(|a, b| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b)));
-        if self.is_greedy() {
-            return order[0];
+    /// Chooses from all logits, as they are before the edits.
+    fn draw_row(&self, row: &[f32], history: History<'_>, uniform: f64) -> u32 {
+        let mut logits = row.to_vec();
+        for edit in self.edits(history) {
+            if let Some(logit) = logits.get_mut(edit.id as usize) {
+                *logit = edit.apply(*logit);
+            }
         }
-        let inverse = 1.0 / f64::from(self.temperature);
-        let top = f64::from(logits[order[0] as usize]) * inverse;
-        let sum: f64 = order.iter().map(|id| (f64::from(logits[*id as usize]) * inverse - top).exp()).sum();
-        let weights = order.iter().map(|id| (*id, (f64::from(logits[*id as usize]) * inverse - top).exp() / sum));
-        match self.draw_sorted(&weights.collect::<Vec<_>>(), true, uniform(self.seed, choice, position)) {
+        let order = by_falling_logit(&logits);
+        // Where every token is banned, the one that is best without the bans.
+        let Some(best) = order.first() else { return by_falling_logit(row).first().copied().unwrap_or(0) };
+        if self.is_greedy() {
+            return *best;
+        }
+        let (inverse, top) = (f64::from(self.inverse()), f64::from(logits[*best as usize]));
+        let weigh = |id: u32| ((f64::from(logits[id as usize]) - top) * inverse).exp();
+        let weights: Vec<(u32, f64)> = order.iter().map(|id| (*id, weigh(*id))).collect();
+        match self.draw_sorted(&weights, None, uniform) {
             Draw::Token(id) => id,
-            Draw::NeedsRow => order[0],
+            Draw::NeedsRow => *best,
         }
     }
 
-    fn penalise(&self, logits: &mut [f32], history: History<'_>) {
-        let mut answered: HashMap<u32, u32> = HashMap::new();
-        history.answer.iter().for_each(|id| *answered.entry(*id).or_default() += 1);
-        let mut seen: Vec<u32> = history.prompt.iter().chain(history.answer).copied().collect();
-        seen.sort_unstable();
-        seen.dedup();
-        for id in seen {
-            if let Some(logit) = logits.get_mut(id as usize) {
-                *logit = if *logit > 0.0 { *logit / self.repetition_penalty } else { *logit * self.repetition_penalty };
-            }
-        }
-        for (id, count) in answered {
-            if let Some(logit) = logits.get_mut(id as usize) {
-                *logit -= self.presence_penalty + self.frequency_penalty * count as f32;
-            }
-        }
-    }
-
-    /// Chooses from (id, probability) by falling probability. `complete`: no other token exists.
-    fn draw_sorted(&self, candidates: &[(u32, f64)], complete: bool, uniform: f64) -> Draw {
+    /// Chooses from (id, weight) by falling weight. `mass`: bounds of the weight of all tokens, where there are others.
+    fn draw_sorted(&self, candidates: &[(u32, f64)], mass: Option<(f64, f64)>, uniform: f64) -> Draw {
         let Some((_, best)) = candidates.first() else { return Draw::NeedsRow };
         let mut kept = candidates.len();
-        // Whether what lies beyond the candidates would have been cut off as well.
-        let mut closed = complete;
+        // Whether what lies beyond the candidates does not exist, or would have been cut off as well.
+        let mut closed = mass.is_none();
         if self.min_p > 0.0 {
-            kept = candidates.iter().take_while(|(_, p)| *p >= best * f64::from(self.min_p)).count();
+            kept = candidates.iter().take_while(|(_, weight)| *weight >= best * f64::from(self.min_p)).count();
             closed |= kept < candidates.len();
         }
         if self.top_k > 0 && (self.top_k as usize) <= kept {
             kept = self.top_k as usize;
             closed = true;
         }
-        // The mass that top-p and the draw refer to: of what is kept, or 1 when nothing was cut.
-        let mass = if closed { candidates[..kept].iter().map(|(_, p)| p).sum() } else { 1.0 };
         if !closed && (self.min_p > 0.0 || self.top_k > 0) {
             return Draw::NeedsRow;
         }
-        if !(mass > 0.0 && mass.is_finite()) {
+        let mut sums = Vec::with_capacity(kept);
+        let mut sum = 0.0;
+        sums.extend(candidates[..kept].iter().map(|(_, weight)| {
+            sum += weight;
+            sum
+        }));
+        let (mut low, mut high) = mass.filter(|_| !closed).unwrap_or((sum, sum));
+        if !(low > 0.0 && high.is_finite()) {
             return Draw::NeedsRow;
         }
-        let mut nucleus = mass;
         if self.top_p < 1.0 {
-            let mut sum = 0.0;
-            let wanted = mass * f64::from(self.top_p);
-            match candidates[..kept].iter().position(|(_, p)| {
-                sum += p;
-                sum >= wanted
-            }) {
-                Some(last) => (kept, nucleus, closed) = (last + 1, sum, true),
-                None if closed => {}
-                None => return Draw::NeedsRow,
+            let reach = |mass: f64| sums.iter().position(|sum| *sum >= mass * f64::from(self.top_p));
+            match reach(low) {
+                Some(last) if reach(high) == Some(last) => {
+                    sums.truncate(last + 1);
+                    (low, high, closed) = (sums[last], sums[last], true);
+                }
+                _ if closed => {}
+                _ => return Draw::NeedsRow,
             }
         }
-        let mut sum = 0.0;
-        for (id, p) in &candidates[..kept] {
-            sum += p;
-            if uniform * nucleus < sum {
-                return Draw::Token(*id);
-            }
+        let drawn = |mass: f64| sums.iter().position(|sum| uniform * mass < *sum);
+        match drawn(low) {
+            Some(at) if drawn(high) == Some(at) => Draw::Token(candidates[at].0),
+            _ if closed => Draw::Token(candidates[sums.len() - 1].0),
+            _ => Draw::NeedsRow,
         }
-        if closed { Draw::Token(candidates[kept - 1].0) } else { Draw::NeedsRow }
     }
+}
+
+/// The ids that may be drawn, by falling logit, then rising id.
+fn by_falling_logit(logits: &[f32]) -> Vec<u32> {
+    let at = |id: &u32| logits[*id as usize];
+    let mut order: Vec<u32> = (0..logits.len() as u32).filter(|id| is_candidate(at(id))).collect();
+    order.sort_unstable_by(|a, b| at(b).partial_cmp(&at(a)).unwrap_or(Ordering::Equal).then(a.cmp(b)));
+    order
+}
+
+/// log p of a token under the raw logits, where the output shows it.
+pub fn logprob(output: &Output, id: u32) -> Option<f32> {
+    let shown = output.best.iter().chain(&output.beside).find(|candidate| candidate.id == id);
+    let raw = shown.map(|candidate| candidate.raw).or_else(|| output.row.as_ref()?.get(id as usize).copied())?;
+    Some(raw - output.lse)
+}
+
+/// The `count` best tokens under the raw logits with their log p, or as many as the output shows for certain.
+pub fn top_logprobs(output: &Output, count: usize) -> Vec<(u32, f32)> {
+    let logprob = |raw: f32| raw - output.lse;
+    if let Some(row) = &output.row {
+        return by_falling_logit(row).into_iter().take(count).map(|id| (id, logprob(row[id as usize]))).collect();
+    }
+    // Whoever is not shown has a logit that was not edited and is not above the last one shown.
+    let least = output.best.last().map_or(f32::INFINITY, |last| last.logit);
+    let mut shown: Vec<_> = output.best.iter().chain(&output.beside).filter(|c| c.raw >= least).collect();
+    shown.sort_by(|a, b| b.raw.total_cmp(&a.raw).then(a.id.cmp(&b.id)));
+    shown.into_iter().take(count).map(|candidate| (candidate.id, logprob(candidate.raw))).collect()
 }
 
 /// A number in 0 .. 1: SplitMix64 (Steele, Lea and Flood 2014) of the three arguments.

@@ -21,6 +21,9 @@ use thiserror::Error;
 use cost::{Costs, Fits};
 use pages::{Pages, Table};
 
+/// Tokens that are not worth a chunk of their own.
+const LEFT_OVER: usize = PAGE / 2;
+
 /// Nanoseconds on the caller's clock.
 pub type Nanos = u64;
 
@@ -86,6 +89,8 @@ pub struct Job {
 pub enum Refused {
     #[error("the prompt has no tokens")]
     EmptyPrompt,
+    #[error("no token was asked for: max_tokens is 0")]
+    NothingWanted,
     #[error(
         "the prompt has {tokens} tokens, the context holds {context}: shorten it, or raise --ctx if the model allows"
     )]
@@ -204,6 +209,8 @@ impl Sequence {
 #[derive(Debug)]
 struct Flight {
     group: u32,
+    /// The latest contents of pages before it.
+    known: u64,
     parts: Vec<(Choice, bool)>,
     decodes: bool,
 }
@@ -330,7 +337,11 @@ impl Scheduler {
 
     /// Decode groups: as many micro-batches with decoding sequences are in the pipe at once, at most.
     pub fn groups(&self) -> usize {
-        let decoding = self.decoding().max(1);
+        self.groups_for(self.decoding().max(1))
+    }
+
+    /// Decode groups for so many decoding sequences.
+    pub fn groups_for(&self, decoding: usize) -> usize {
         let wanted = match (self.limits.groups, self.fits.costs()) {
             (Some(groups), _) => groups,
             (None, Some(costs)) => costs.best_groups(decoding),
@@ -380,6 +391,7 @@ impl Scheduler {
     pub fn next(&mut self, now: Nanos) -> Next {
         self.now = now;
         let short_of_pages = self.admit();
+        let known = self.pages.latest();
         let mut batch = Batch { group: self.free_group(), ..Batch::default() };
         let decode_flights = self.in_flight.iter().filter(|flight| flight.decodes).count();
         if self.in_flight.len() < self.limits.in_flight {
@@ -400,6 +412,7 @@ impl Scheduler {
         batch.released = std::mem::take(&mut self.released);
         self.in_flight.push_back(Flight {
             group: batch.group,
+            known,
             parts: batch.parts.iter().map(|part| (part.choice, part.draws)).collect(),
             decodes: batch.decode_tokens > 0,
         });
@@ -466,7 +479,7 @@ impl Scheduler {
         let left: usize = self.prefilling.iter().map(|choice| self.sequences[choice].left()).sum();
         let chunks = match self.fits.costs() {
             Some(costs) => costs.prefill_chunks(left),
-            None => 1,
+            None => self.limits.stages,
         };
         self.chunk = left.div_ceil(chunks.max(1)).clamp(PAGE.min(self.limits.batch_tokens), self.limits.batch_tokens);
     }
@@ -536,7 +549,10 @@ impl Scheduler {
     /// least left, so that short ones do not wait for long ones.
     fn take_prompts(&mut self, batch: &mut Batch) {
         let decode = batch.decode_tokens;
-        let budget = self.chunk.saturating_sub(decode).max(PAGE).min(self.limits.batch_tokens - decode);
+        let budget = self.chunk.saturating_sub(decode).max(PAGE);
+        let all: usize = self.prefilling.iter().map(|choice| self.sequences[choice].left()).sum();
+        // A few tokens that would be left over go along.
+        let budget = if all <= budget + LEFT_OVER { all } else { budget }.min(self.limits.batch_tokens - decode);
         let Some(oldest) = self.prefilling.first().copied() else { return };
         let mut others: Vec<Choice> = self.prefilling[1..].to_vec();
         others.sort_by_key(|choice| (self.sequences[choice].left(), *choice));
@@ -552,7 +568,8 @@ impl Scheduler {
                 Some(costs) => costs.chunk_at(self.chunk, sequence.sent),
                 None => self.chunk,
             };
-            let count = sequence.left().min(share).min(left).min(size.max(PAGE));
+            let size = if sequence.left() <= size + LEFT_OVER { sequence.left() } else { size.max(PAGE) };
+            let count = size.min(share).min(left);
             let part = self.part(choice, count);
             left -= count;
             batch.prefill_tokens += count;
@@ -663,7 +680,7 @@ impl Scheduler {
 
     /// A micro-batch of `tokens` tokens took `seconds` on each stage; `overhead` seconds beyond them until the next
     /// could be formed.
-    pub fn measured(&mut self, tokens: usize, attended: usize, seconds: &[f64], overhead: f64) {
+    pub fn measured(&mut self, tokens: usize, attended: f64, seconds: &[f64], overhead: f64) {
         self.fits.add(tokens, attended, seconds, overhead);
     }
 
@@ -676,10 +693,15 @@ impl Scheduler {
         self.pages.forget_idle();
     }
 
-    /// A name for a sequence of a use outside the scheduler, and the names to release.
-    pub fn foreign(&mut self) -> (u64, Vec<u64>) {
+    /// A name for a sequence of a use outside the scheduler.
+    pub fn foreign(&mut self) -> u64 {
         self.names += 1;
-        (self.names, std::mem::take(&mut self.released))
+        self.names
+    }
+
+    /// The names that the stages may forget, for a micro-batch outside the scheduler.
+    pub fn take_released(&mut self) -> Vec<u64> {
+        std::mem::take(&mut self.released)
     }
 
     /// Says that the stages may forget a name.
@@ -687,14 +709,20 @@ impl Scheduler {
         self.released.push(name);
     }
 
-    /// Everything in flight was given up, and the stages have forgotten every sequence: all that runs begins again.
+    /// Everything in flight was given up, and the stages have forgotten every sequence, but not their pages: all that
+    /// runs begins again, from what is remembered of it.
     pub fn restart(&mut self) {
+        let known = self.in_flight.front().map_or(self.pages.latest(), |flight| flight.known);
         self.in_flight.clear();
         let running: Vec<Choice> =
             self.sequences.iter().filter(|(_, s)| s.admitted.is_some()).map(|(c, _)| *c).collect();
-        running.into_iter().rev().for_each(|choice| self.preempt(choice));
+        for choice in running.into_iter().rev() {
+            // Not all that was sent was computed.
+            self.sequences.get_mut(&choice).expect("running sequences exist").sent = 0;
+            self.preempt(choice);
+        }
         self.sequences.values_mut().for_each(|sequence| sequence.in_flight = 0);
-        self.pages.forget_idle();
+        self.pages.forget_after(known);
         self.released.clear();
     }
 }

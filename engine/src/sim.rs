@@ -11,20 +11,10 @@ pub mod toy;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-use crate::schedule::cost::{StageCost, attended};
+use crate::law::{HopCost, StageCost};
+use crate::schedule::cost::attended;
 use crate::schedule::{Batch, Next};
 use crate::trace::{HeadInterval, HeadSpan, HeadState, Nanos, StageSpan, StageTrace, Trace};
-
-/// What a hop between neighbours costs.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct HopCost {
-    /// Seconds from the last byte sent to the last byte there; does not occupy the link.
-    pub latency: f64,
-    /// Seconds that a token's bytes occupy the link.
-    pub seconds_per_token: f64,
-    /// Up to so many seconds more, at random; order is kept.
-    pub jitter: f64,
-}
 
 /// A pipeline to simulate.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,6 +23,8 @@ pub struct Pipe {
     pub stages: Vec<StageCost>,
     /// The hop behind each stage; the last leads to the head, which is beside the first stage.
     pub hops: Vec<HopCost>,
+    /// Up to so many seconds more for each hop, at random; order is kept.
+    pub jitter: f64,
     /// Micro-batches that a hop and the queue behind it hold before the stage before must wait.
     pub credits: usize,
     /// Seconds that the head needs to draw the tokens of a micro-batch.
@@ -48,7 +40,7 @@ impl Pipe {
     pub fn of(stages: Vec<StageCost>) -> Pipe {
         let hops = vec![HopCost::default(); stages.len()];
         let credits = 2 * stages.len() + 1;
-        Pipe { stages, hops, credits, sampling: 0.0, stall: 0.0, seed: 0 }
+        Pipe { stages, hops, jitter: 0.0, credits, sampling: 0.0, stall: 0.0, seed: 0 }
     }
 }
 
@@ -152,8 +144,9 @@ impl World<'_> {
         }
         let Some((mut moving, arrived)) = self.stages[stage].queue.pop_front() else { return };
         let tokens: usize = moving.batch.parts.iter().map(|part| part.ids.len()).sum();
-        let seen: usize = moving.batch.parts.iter().map(|part| attended(part.start, part.ids.len())).sum();
-        let mut seconds = if tokens == 0 { 0.0 } else { self.pipe.stages[stage].seconds(tokens as f64, seen as f64) };
+        let seen: f64 = moving.batch.parts.iter().map(|part| attended(part.start, part.ids.len())).sum();
+        let cost = self.pipe.stages[stage];
+        let mut seconds = if tokens == 0 { 0.0 } else { cost.step(tokens as f64) + cost.attention * seen };
         if self.pipe.stall > 0.0 && self.uniform() < 0.125 {
             seconds += self.pipe.stall * self.uniform();
         }
@@ -191,7 +184,7 @@ impl World<'_> {
             self.stages[stage].spans.push(span);
         }
         let hop = self.pipe.hops[stage];
-        let late = if hop.jitter > 0.0 { hop.jitter * self.uniform() } else { 0.0 };
+        let late = if self.pipe.jitter > 0.0 { self.pipe.jitter * self.uniform() } else { 0.0 };
         let link = &mut self.links[stage];
         link.free = link.free.max(now) + nanos(hop.seconds_per_token * f64::from(span.tokens));
         link.last = link.last.max(link.free + nanos(hop.latency + late));

@@ -1,14 +1,15 @@
 //! One stage: its weights and pages on one device, and what it does with a micro-batch.
 
 use std::collections::HashMap;
+use std::time::Instant;
 
-use pp_shaders::PAGE;
 use pp_shaders::profile::TOP_K;
+use pp_shaders::{Edit, PAGE};
 
-use crate::backend::{Backend, DeviceError, OpTime, ProgramId, Run};
+use crate::backend::{Backend, DeviceError, OpTime, ProgramId, Run, Ticket};
 use crate::checkpoint::Checkpoint;
 use crate::layout::StageLayout;
-use crate::message::{MessageLimits, Output, Outputs, Step};
+use crate::message::{Candidate, MessageLimits, Output, OutputRequest, Outputs, Step};
 use crate::program::ops::{Activations, Bucket, Ops, WorkBuffers};
 use crate::program::{BufferId, Count, Program, Shape};
 use crate::weights::{self, LoadError, LoadProgress, Weights};
@@ -22,6 +23,33 @@ pub enum StageOutput {
     Outputs(Outputs),
 }
 
+/// A micro-batch that a stage has begun.
+#[must_use]
+#[derive(Debug)]
+pub struct Pending {
+    /// The run on the device; none where there was nothing to do.
+    ticket: Option<Ticket>,
+    wanted: Wanted,
+}
+
+/// What becomes of a run's reads.
+#[derive(Debug)]
+enum Wanted {
+    Hidden,
+    Outputs(Vec<OutputRequest>),
+}
+
+/// A micro-batch that a stage has done.
+#[derive(Debug)]
+pub struct Finished {
+    /// What came of it.
+    pub output: StageOutput,
+    /// When the device began, as [`crate::backend::Done`] has it; as `finished` where it had nothing to do.
+    pub started: Instant,
+    /// When its results were there.
+    pub finished: Instant,
+}
+
 /// Why a stage did not do a step.
 #[derive(Clone, Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say it")]
@@ -30,6 +58,8 @@ pub enum StepError {
     Device(#[from] DeviceError),
     #[error("sequence {sequence} has no page for position {position}")]
     NoPage { sequence: u64, position: u32 },
+    #[error("{sequences} sequences hold pages, {limit} may")]
+    Sequences { sequences: usize, limit: usize },
     #[error("the logits of output {output} are not finite: the model's weights or the device's results are broken")]
     NotFinite { output: usize },
 }
@@ -41,7 +71,8 @@ pub struct Stage {
     weights: Weights,
     work: WorkBuffers,
     bodies: HashMap<Bucket, ProgramId>,
-    heads: HashMap<Bucket, ProgramId>,
+    /// Those that edit logits have `true`.
+    heads: HashMap<(Bucket, bool), ProgramId>,
     inv_freq: Vec<f32>,
     tables: HashMap<u64, Vec<u32>>,
 }
@@ -75,7 +106,7 @@ impl Stage {
             stage.body(bucket)?;
         }
         if stage.layout.head.is_some() {
-            stage.head(Bucket::of(1, 1))?;
+            stage.head(Bucket::of(1, 1), false)?;
         }
         stage.warm_up()?;
         Ok(stage)
@@ -96,6 +127,11 @@ impl Stage {
         self.weights.read_bytes
     }
 
+    /// Sequences that it has pages of.
+    pub fn sequences(&self) -> usize {
+        self.tables.len()
+    }
+
     /// Forgets every sequence: the head has given up what was under way, and begins anew.
     pub fn forget_sequences(&mut self) {
         self.tables.clear();
@@ -108,7 +144,7 @@ impl Stage {
 
     /// Touches every buffer, so that the first request does not wait for the driver to make or clear them.
     fn warm_up(&mut self) -> Result<(), DeviceError> {
-        let nothing = Shape { tokens: 1, outputs: 0, tiles: 0, splits: 1 };
+        let nothing = Shape { tokens: 1, splits: 1, ..Shape::default() };
         let page = [0u8; 4];
         let body = self.body(Bucket::of(1, 1))?;
         let run = Run { programs: &[(body, nothing)], writes: &[(self.work.pages, &page)], reads: &[], next: &[] };
@@ -133,19 +169,22 @@ impl Stage {
         Ok(id)
     }
 
-    fn head(&mut self, bucket: Bucket) -> Result<ProgramId, DeviceError> {
-        if let Some(id) = self.heads.get(&bucket) {
+    fn head(&mut self, bucket: Bucket, edited: bool) -> Result<ProgramId, DeviceError> {
+        if let Some(id) = self.heads.get(&(bucket, edited)) {
             return Ok(*id);
         }
         let mut ops = self.ops(bucket, Count::Outputs);
         if let Some((norm, head)) = &self.weights.head {
             let a = ops.rmsnorm(*norm, head, "output_norm");
             ops.linear(head, a, self.work.logits, self.layout.dims.vocab, false);
-            ops.top_k();
+            if edited {
+                ops.edit_logits();
+            }
+            ops.top_k(edited);
         }
         let program = ops.finish();
         let id = self.backend.prepare(program)?;
-        self.heads.insert(bucket, id);
+        self.heads.insert((bucket, edited), id);
         Ok(id)
     }
 
@@ -168,28 +207,36 @@ impl Stage {
     /// # Errors
     /// [`StepError`]; a stage whose device failed does not recover.
     pub fn step(&mut self, step: &Step, hidden: &[f32]) -> Result<StageOutput, StepError> {
+        let pending = self.begin(step, hidden)?;
+        Ok(self.finish(pending)?.output)
+    }
+
+    /// Begins a micro-batch and does not wait for the device. At most [`crate::backend::RUNS_MAX`] may be begun and not
+    /// finished; they take effect in the order they were begun in: page tables at once, all else on the device.
+    ///
+    /// # Errors
+    /// As [`Stage::step`].
+    pub fn begin(&mut self, step: &Step, hidden: &[f32]) -> Result<Pending, StepError> {
         for sequence in &step.released {
             self.tables.remove(sequence);
         }
         for span in &step.spans {
             self.tables.entry(span.sequence).or_default().extend(&span.new_pages);
         }
-        if !step.fetch_rows.is_empty() {
-            return self.fetch(step);
+        let (sequences, limit) = (self.tables.len(), self.layout.options.sequences);
+        if sequences > limit {
+            return Err(StepError::Sequences { sequences, limit });
         }
+        let is_last = self.layout.head.is_some();
+        let wanted = if is_last { Wanted::Outputs(step.outputs.clone()) } else { Wanted::Hidden };
         let inputs = self.inputs(step)?;
         if inputs.shape.tokens == 0 {
-            return Ok(if self.layout.head.is_some() {
-                StageOutput::Outputs(Outputs::default())
-            } else {
-                StageOutput::Hidden(Vec::new())
-            });
+            return Ok(Pending { ticket: None, wanted });
         }
         let body = self.body(Bucket::of(step.tokens(), inputs.shape.splits))?;
         let mut programs = vec![(body, inputs.shape)];
-        let is_last = self.layout.head.is_some();
         if is_last && !step.outputs.is_empty() {
-            programs.push((self.head(Bucket::of(step.outputs.len(), 1))?, inputs.shape));
+            programs.push((self.head(Bucket::of(step.outputs.len(), 1), inputs.shape.edits > 0)?, inputs.shape));
         }
         let w = &self.work;
         let mut writes: Vec<(BufferId, &[u8])> = vec![
@@ -201,6 +248,9 @@ impl Stage {
         if !inputs.outputs.is_empty() {
             writes.push((w.outputs, bytemuck::cast_slice(&inputs.outputs)));
         }
+        if !inputs.edits.is_empty() {
+            writes.push((w.edits, bytemuck::cast_slice(&inputs.edits)));
+        }
         if !hidden.is_empty() {
             writes.push((w.x, bytemuck::cast_slice(hidden)));
         }
@@ -211,27 +261,61 @@ impl Stage {
             if whole_rows {
                 reads.push((w.logits, 4 * step.outputs.len() * self.layout.dims.vocab));
             }
+            if !inputs.edits.is_empty() {
+                reads.push((w.raw_logits, 4 * inputs.edits.len()));
+            }
         } else {
             reads.push((w.x, 4 * step.tokens() * self.layout.dims.hidden));
         }
         let next = self.next_decode(step, &programs);
-        let data = self.backend.run(&Run { programs: &programs, writes: &writes, reads: &reads, next: &next })?;
-        if !is_last {
-            return Ok(StageOutput::Hidden(floats(&data[0])));
-        }
-        let mut outputs = Vec::with_capacity(step.outputs.len());
-        for (i, request) in step.outputs.iter().enumerate() {
+        let ticket = self.backend.submit(&Run { programs: &programs, writes: &writes, reads: &reads, next: &next })?;
+        Ok(Pending { ticket: Some(ticket), wanted })
+    }
+
+    /// Waits for the micro-batch that was begun first and is not finished.
+    ///
+    /// # Errors
+    /// As [`Stage::step`].
+    ///
+    /// # Panics
+    /// When an older one is not finished.
+    pub fn finish(&mut self, pending: Pending) -> Result<Finished, StepError> {
+        let Some(ticket) = pending.ticket else {
+            let output = match pending.wanted {
+                Wanted::Hidden => StageOutput::Hidden(Vec::new()),
+                Wanted::Outputs(_) => StageOutput::Outputs(Outputs::default()),
+            };
+            let now = Instant::now();
+            return Ok(Finished { output, started: now, finished: now });
+        };
+        let done = self.backend.collect(ticket)?;
+        let output = match pending.wanted {
+            Wanted::Hidden => StageOutput::Hidden(floats(&done.reads[0])),
+            Wanted::Outputs(requests) => StageOutput::Outputs(self.outputs(&requests, &done.reads)?),
+        };
+        Ok(Finished { output, started: done.started, finished: done.finished })
+    }
+
+    fn outputs(&self, requests: &[OutputRequest], data: &[Vec<u8>]) -> Result<Outputs, StepError> {
+        let edited = requests.iter().any(|request| !request.edits.is_empty());
+        let raw = if edited { floats(&data[data.len() - 1]) } else { Vec::new() };
+        let mut raw = raw.into_iter();
+        let mut outputs = Vec::with_capacity(requests.len());
+        for (i, request) in requests.iter().enumerate() {
             let mut output = parse_output(&data[0][i * RESULT_BYTES..][..RESULT_BYTES]);
-            if !output.lse.is_finite() || output.best.len() < (request.top_k as usize).min(self.layout.dims.vocab) {
+            // What is banned is no candidate, and then there may be fewer.
+            let wanted = if request.edits.is_empty() { request.top_k as usize } else { 0 };
+            if !output.lse.is_finite() || output.best.len() < wanted.min(self.layout.dims.vocab) {
                 return Err(StepError::NotFinite { output: i });
             }
             if request.whole_row {
                 let bytes = 4 * self.layout.dims.vocab;
                 output.row = Some(floats(&data[1][i * bytes..][..bytes]));
             }
+            restore_raw(&mut output, request, &mut raw);
             outputs.push(output);
         }
-        Ok(StageOutput::Outputs(Outputs { outputs }))
+        Ok(Outputs { outputs })
     }
 
     /// After a decode step of one token a sequence the next one will be like it, one position on.
@@ -245,25 +329,6 @@ impl Stage {
         let mut next: Vec<_> = programs.iter().map(|(id, shape)| (*id, Shape { splits, ..*shape })).collect();
         next[0].0 = *body;
         next
-    }
-
-    /// Whole rows of the logits of the previous micro-batch.
-    fn fetch(&mut self, step: &Step) -> Result<StageOutput, StepError> {
-        if self.layout.head.is_none() {
-            return Ok(StageOutput::Hidden(Vec::new()));
-        }
-        let bytes = 4 * self.layout.dims.vocab;
-        let last = step.fetch_rows.iter().map(|row| *row as usize + 1).max().unwrap_or(0);
-        let reads = [(self.work.logits, last * bytes)];
-        let data = self.backend.run(&Run { programs: &[], writes: &[], reads: &reads, next: &[] })?;
-        let outputs = step.fetch_rows.iter().map(|row| Output {
-            lse: 0.0,
-            lse_scaled: 0.0,
-            target_logit: 0.0,
-            best: Vec::new(),
-            row: Some(floats(&data[0][*row as usize * bytes..][..bytes])),
-        });
-        Ok(StageOutput::Outputs(Outputs { outputs: outputs.collect() }))
     }
 
     fn inputs(&self, step: &Step) -> Result<Inputs, StepError> {
@@ -294,13 +359,29 @@ impl Stage {
             .iter()
             .map(|o| [o.row, o.target, o.inverse_temperature.to_bits(), o.top_k.clamp(1, TOP_K)])
             .collect();
+        if self.layout.head.is_some() {
+            inputs.edits = self.edits(step);
+        }
         inputs.shape = Shape {
             tokens: inputs.tokens.len() as u32,
             outputs: inputs.outputs.len() as u32,
+            edits: inputs.edits.len() as u32,
             tiles: inputs.tiles.len() as u32,
             splits: longest.div_ceil(pp_shaders::SPLIT) as u32,
         };
         Ok(inputs)
+    }
+
+    /// The edits of all outputs, filled up to a power of two: so steps that follow each other mostly have equal shapes.
+    fn edits(&self, step: &Step) -> Vec<Edit> {
+        let rows = step.outputs.iter().zip((0..).step_by(self.layout.dims.vocab));
+        let mut edits: Vec<Edit> =
+            rows.flat_map(|(output, first)| output.edits.iter().map(move |edit| edit.at(first + edit.id))).collect();
+        if !edits.is_empty() {
+            let filled = edits.len().next_power_of_two().max(64).min(self.layout.edits_max);
+            edits.resize(filled.max(edits.len()), Edit::NONE);
+        }
+        edits
     }
 
     /// (cos, sin) of every rotated pair at a position. On the host, since devices promise little of sin and cos at
@@ -324,11 +405,16 @@ impl Stage {
     ) -> Result<Vec<(ProgramId, Shape)>, DeviceError> {
         let tile = self.backend.profile().prefill_tile;
         let splits = (start + tokens).div_ceil(pp_shaders::SPLIT) as u32;
-        let shape =
-            Shape { tokens: tokens as u32, outputs: outputs as u32, tiles: (tokens as u32).div_ceil(tile), splits };
+        let shape = Shape {
+            tokens: tokens as u32,
+            outputs: outputs as u32,
+            edits: 0,
+            tiles: (tokens as u32).div_ceil(tile),
+            splits,
+        };
         let mut programs = vec![(self.body(Bucket::of(tokens, splits))?, shape)];
         if self.layout.head.is_some() && outputs > 0 {
-            programs.push((self.head(Bucket::of(outputs, 1))?, shape));
+            programs.push((self.head(Bucket::of(outputs, 1), false)?, shape));
         }
         Ok(programs)
     }
@@ -369,6 +455,7 @@ pub fn message_limits(layout: &StageLayout) -> MessageLimits {
         context: layout.options.context,
         pages: layout.options.pages(),
         outputs: layout.outputs_max,
+        edits: layout.edits_max,
         vocab: layout.dims.vocab,
         hidden: layout.dims.hidden,
     }
@@ -382,6 +469,7 @@ struct Inputs {
     pages: Vec<u32>,
     tiles: Vec<[u32; 4]>,
     outputs: Vec<[u32; 4]>,
+    edits: Vec<Edit>,
     shape: Shape,
 }
 
@@ -394,11 +482,33 @@ fn parse_output(data: &[u8]) -> Output {
     let candidates = (0..(word(3) as usize).min(TOP_K as usize)).map(|i| (word(4 + 2 * i), float(5 + 2 * i)));
     Output {
         lse: float(0),
-        lse_scaled: float(1),
+        lse_processed: float(1),
         target_logit: float(2),
-        best: candidates.take_while(|(id, _)| *id != u32::MAX).collect(),
+        best: candidates
+            .take_while(|(id, _)| *id != u32::MAX)
+            .map(|(id, logit)| Candidate { id, logit, raw: logit })
+            .collect(),
+        beside: Vec::new(),
         row: None,
     }
+}
+
+/// Puts back what the edits of `request` changed and should not have, from the next of the `raw` logits.
+fn restore_raw(output: &mut Output, request: &OutputRequest, raw: &mut impl Iterator<Item = f32>) {
+    for (edit, raw) in request.edits.iter().zip(raw) {
+        if edit.id == request.target {
+            output.target_logit = raw;
+        }
+        if let Some(row) = &mut output.row {
+            row[edit.id as usize] = raw;
+        }
+        match output.best.iter_mut().find(|candidate| candidate.id == edit.id) {
+            Some(candidate) => candidate.raw = raw,
+            None => output.beside.push(Candidate { id: edit.id, logit: edit.apply(raw), raw }),
+        }
+    }
+    output.beside.sort_by(|a, b| b.raw.total_cmp(&a.raw).then(a.id.cmp(&b.id)));
+    output.beside.truncate(request.top_k.clamp(1, TOP_K) as usize);
 }
 
 fn floats(bytes: &[u8]) -> Vec<f32> {
@@ -430,6 +540,9 @@ fn work_buffers(layout: &StageLayout, backend: &mut dyn Backend) -> Result<WorkB
         logits: get("logits"),
         best: get("best"),
         stats: get("stats"),
+        edits: get("edits"),
+        raw_logits: get("raw_logits"),
+        raw_stats: get("raw_stats"),
         result: get("result"),
         nothing: get("nothing"),
     })

@@ -3,6 +3,12 @@
 //! Always on. Each stage and the head write into a ring of their own that forgets the oldest; [`Recorder::snapshot`]
 //! takes what is there. Times are nanoseconds on the pipeline's clock, which begins when the pipeline opens.
 
+pub mod causes;
+pub mod chrome;
+#[cfg(test)]
+mod simulated;
+pub mod summary;
+
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
@@ -133,11 +139,14 @@ impl<T> Default for Ring<T> {
     }
 }
 
+/// Device, layers, and what happened there.
+type StageRing = (String, (usize, usize), Mutex<Ring<StageSpan>>);
+
 /// Where a pipeline writes its trace.
 #[derive(Debug)]
 pub struct Recorder {
     origin: Instant,
-    stages: Vec<(String, (usize, usize), Mutex<Ring<StageSpan>>)>,
+    stages: Vec<StageRing>,
     head: Mutex<Ring<HeadSpan>>,
     states: Mutex<Ring<HeadInterval>>,
 }
@@ -172,6 +181,14 @@ impl Recorder {
         locked(&self.stages[stage].2).push(span);
     }
 
+    /// The hop has taken a stage's latest micro-batch, if it is that of `step`.
+    pub fn handed_on(&self, stage: usize, step: u64) {
+        let now = self.now();
+        if let Some(span) = locked(&self.stages[stage].2).items.back_mut().filter(|span| span.step == step) {
+            span.sent = now;
+        }
+    }
+
     /// The head has sent a micro-batch.
     pub fn sent(&self, span: HeadSpan) {
         locked(&self.head).push(span);
@@ -182,6 +199,25 @@ impl Recorder {
         if let Some(span) = locked(&self.head).items.iter_mut().rev().find(|span| span.step == step) {
             (span.answered, span.sampled) = (answered, sampled);
         }
+    }
+
+    /// Seconds that each stage was busy with a step, as far as that is remembered.
+    pub fn step_seconds(&self, step: u64) -> Vec<f64> {
+        let stages = self.stages.iter().filter_map(|(_, _, ring)| {
+            let ring = locked(ring);
+            let span = ring.items.iter().rev().find(|span| span.step == step)?;
+            Some((span.finished - span.started) as f64 * 1e-9)
+        });
+        stages.collect()
+    }
+
+    /// Prompt tokens and decoded tokens of the micro-batches whose tokens were drawn since `from`.
+    pub fn tokens_since(&self, from: Nanos) -> (u64, u64) {
+        let head = locked(&self.head);
+        let recent = head.items.iter().rev().take_while(|span| span.sampled == 0 || span.sampled >= from);
+        recent.filter(|span| span.sampled > 0).fold((0, 0), |(prompt, decoded), span| {
+            (prompt + u64::from(span.prefill_tokens), decoded + u64::from(span.decode_tokens))
+        })
     }
 
     /// The head was in `state` between two times; intervals of one state that touch become one.
@@ -225,6 +261,21 @@ mod tests {
         }
         let trace = recorder.snapshot();
         assert_eq!((trace.stages[0].spans.len(), trace.stages[0].spans[0].step, trace.dropped), (RING, 3, 3));
+    }
+
+    #[test]
+    fn recent_tokens_are_those_drawn_since() {
+        let recorder = Recorder::new([]);
+        for step in 1..=4 {
+            let span = HeadSpan { step, prefill_tokens: 10, decode_tokens: step as u32, ..HeadSpan::default() };
+            recorder.sent(span);
+        }
+        for step in [1, 2, 4] {
+            recorder.answered(step, 10 * step, 10 * step + 5);
+        }
+        assert_eq!(recorder.tokens_since(0), (30, 7), "the third has no answer");
+        assert_eq!(recorder.tokens_since(25), (20, 6));
+        assert_eq!(recorder.tokens_since(46), (0, 0));
     }
 
     #[test]

@@ -1,15 +1,17 @@
-//! The thread of a stage: takes frames from upstream, does them, hands the result downstream.
+//! The thread of a stage: takes frames from upstream, does them, hands the result downstream. Two micro-batches may be
+//! on the device, so that it need not wait for the host between them.
 
+use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use pp_transport::{Frame, Port, PortError};
+use pp_transport::{Arrival, Frame, FrameHeader, Port, PortError};
 use thiserror::Error;
 
-use crate::message::{self, MessageError};
-use crate::stage::{Stage, StageOutput, StepError};
+use crate::message::{self, MessageError, MessageLimits, Step};
+use crate::stage::{Finished, Pending, Stage, StageOutput, StepError};
+use crate::trace::{Recorder, StageSpan};
 
 /// How often an idle worker looks whether it should stop.
 const IDLE: Duration = Duration::from_millis(100);
@@ -17,7 +19,7 @@ const IDLE: Duration = Duration::from_millis(100);
 /// What a stage has done so far; read by others while it works.
 #[derive(Debug, Default)]
 pub struct Counters {
-    /// Nanoseconds spent in steps.
+    /// Nanoseconds that the device was busy: the union of its runs, as the host saw them.
     pub busy_ns: AtomicU64,
     /// Micro-batches done.
     pub steps: AtomicU64,
@@ -25,6 +27,8 @@ pub struct Counters {
     pub tokens: AtomicU64,
     /// Bytes of payload handed on.
     pub sent_bytes: AtomicU64,
+    /// Sequences that the stage knows.
+    pub sequences: AtomicU64,
 }
 
 /// Why a worker stopped.
@@ -41,7 +45,9 @@ pub enum WorkerError {
     Panic(String),
 }
 
-/// Runs `stage` between two ports until upstream closes or `stop` is set.
+/// Runs `stage` between two ports until upstream closes or `stop` is set. While a micro-batch is on the device the
+/// next one is taken and begun, when it has come and the device is one that has use for it
+/// ([`crate::backend::Backend::runs_at_once`]). Each is recorded as that of the stage's index.
 ///
 /// Frames of an epoch before `epoch`, which the head may raise at any time, are dropped without work; so is the
 /// result of a step that became old while it ran. With the first frame of a newer epoch all sequences are forgotten.
@@ -53,49 +59,120 @@ pub fn run(
     upstream: &mut dyn Port,
     downstream: &mut dyn Port,
     epoch: &AtomicU64,
-    counters: &Arc<Counters>,
+    counters: &Counters,
+    recorder: &Recorder,
     stop: &AtomicBool,
 ) -> Result<(), WorkerError> {
-    let limits = stage.message_limits();
-    let first = stage.layout().spec.is_first();
-    let mut current = epoch.load(Ordering::Relaxed);
+    let (limits, current) = (stage.message_limits(), epoch.load(Ordering::Relaxed));
+    let at_once = stage.backend().runs_at_once();
+    let mut worker = Worker { stage, limits, epoch, current, counters, recorder, begun: VecDeque::new() };
+    let mut closed = false;
     while !stop.load(Ordering::Relaxed) {
-        let frame = match upstream.receive(IDLE) {
-            Ok(frame) => frame,
-            Err(PortError::Timeout { .. }) => continue,
-            Err(_) => return Ok(()),
-        };
-        let of = frame.header.epoch;
-        if of < current.max(epoch.load(Ordering::Relaxed)) {
-            tracing::debug!(stage = stage.layout().spec.index, epoch = of, "dropped a frame of an older epoch");
-            continue;
+        while worker.begun.len() < at_once {
+            let patience = if worker.begun.is_empty() { IDLE } else { Duration::ZERO };
+            match upstream.receive(patience) {
+                Ok(arrival) => worker.begin(arrival)?,
+                Err(PortError::Timeout { .. }) => break,
+                Err(_) => {
+                    closed = true;
+                    break;
+                }
+            }
         }
-        if of > current {
-            stage.forget_sequences();
-            current = of;
-        }
-        let started = Instant::now();
-        let (step, hidden) = message::decode_step(&frame.payload, &limits, first)?;
-        // A driver's panic (wgpu panics on some device errors) is this stage's failure, not the program's.
-        let output = std::panic::catch_unwind(AssertUnwindSafe(|| stage.step(&step, &hidden)))
-            .map_err(|panic| WorkerError::Panic(panic_message(panic.as_ref())))??;
-        let tokens = step.tokens() as u64;
-        let payload = match output {
-            StageOutput::Hidden(hidden) => message::encode(&message::Step { ids: Vec::new(), ..step }, &hidden),
-            StageOutput::Outputs(outputs) => message::encode(&outputs, &[]),
-        };
-        counters.busy_ns.fetch_add(started.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        counters.steps.fetch_add(1, Ordering::Relaxed);
-        counters.tokens.fetch_add(tokens, Ordering::Relaxed);
-        counters.sent_bytes.fetch_add(payload.len() as u64, Ordering::Relaxed);
-        if of < epoch.load(Ordering::Relaxed) {
-            continue;
-        }
-        if downstream.send(Frame { header: frame.header, payload }).is_err() {
-            return Err(WorkerError::Neighbour);
+        match worker.begun.pop_front() {
+            Some(oldest) => worker.finish(oldest, downstream)?,
+            None if closed => break,
+            None => {}
         }
     }
     Ok(())
+}
+
+struct Worker<'a> {
+    stage: &'a mut Stage,
+    limits: MessageLimits,
+    epoch: &'a AtomicU64,
+    /// The newest epoch that a frame was of.
+    current: u64,
+    counters: &'a Counters,
+    recorder: &'a Recorder,
+    /// Oldest first.
+    begun: VecDeque<Begun>,
+}
+
+/// A micro-batch on the device.
+struct Begun {
+    header: FrameHeader,
+    step: Step,
+    pending: Pending,
+    arrived: Instant,
+    taken: Instant,
+}
+
+impl Worker<'_> {
+    fn begin(&mut self, arrival: Arrival) -> Result<(), WorkerError> {
+        let (taken, header) = (Instant::now(), arrival.frame.header);
+        let spec = &self.stage.layout().spec;
+        if header.epoch < self.current.max(self.epoch.load(Ordering::Relaxed)) {
+            tracing::debug!(stage = spec.index, epoch = header.epoch, "dropped a frame of an older epoch");
+            return Ok(());
+        }
+        let (step, hidden) = message::decode_step(&arrival.frame.payload, &self.limits, spec.is_first())?;
+        if header.epoch > self.current {
+            self.stage.forget_sequences();
+            self.current = header.epoch;
+        }
+        let pending = guarded(|| self.stage.begin(&step, &hidden))?;
+        self.counters.sequences.store(self.stage.sequences() as u64, Ordering::Relaxed);
+        self.begun.push_back(Begun { header, step, pending, arrived: arrival.at, taken });
+        Ok(())
+    }
+
+    fn finish(&mut self, begun: Begun, downstream: &mut dyn Port) -> Result<(), WorkerError> {
+        let Begun { header, step, pending, arrived, taken } = begun;
+        let Finished { output, started, finished } = guarded(|| self.stage.finish(pending))?;
+        let (tokens, sequences) = (step.tokens(), step.spans.len());
+        let payload = match output {
+            StageOutput::Hidden(hidden) => message::encode(&Step { ids: Vec::new(), ..step }, &hidden),
+            StageOutput::Outputs(outputs) => message::encode(&outputs, &[]),
+        };
+        self.counters.busy_ns.fetch_add((finished - started).as_nanos() as u64, Ordering::Relaxed);
+        self.counters.steps.fetch_add(1, Ordering::Relaxed);
+        self.counters.tokens.fetch_add(tokens as u64, Ordering::Relaxed);
+        self.counters.sent_bytes.fetch_add(payload.len() as u64, Ordering::Relaxed);
+        let index = self.stage.layout().spec.index;
+        let send_started = Instant::now();
+        // Recorded before it is sent: whoever gets it may look.
+        if tokens > 0 {
+            let at = |instant| self.recorder.at(instant);
+            let span = StageSpan {
+                step: header.step,
+                group: header.micro_batch,
+                tokens: tokens as u32,
+                sequences: sequences as u32,
+                arrived: at(arrived),
+                taken: at(taken),
+                started: at(started),
+                finished: at(finished),
+                send_started: at(send_started),
+                sent: at(send_started),
+            };
+            self.recorder.stage(index, span);
+        }
+        let is_old = header.epoch < self.epoch.load(Ordering::Relaxed);
+        if !is_old && downstream.send(Frame { header, payload }).is_err() {
+            return Err(WorkerError::Neighbour);
+        }
+        self.recorder.handed_on(index, header.step);
+        Ok(())
+    }
+}
+
+/// A driver's panic (wgpu panics on some device errors) is this stage's failure, not the program's.
+fn guarded<T>(work: impl FnOnce() -> Result<T, StepError>) -> Result<T, WorkerError> {
+    std::panic::catch_unwind(AssertUnwindSafe(work))
+        .map_err(|panic| WorkerError::Panic(panic_message(panic.as_ref())))?
+        .map_err(WorkerError::from)
 }
 
 /// What a caught panic said.

@@ -15,6 +15,8 @@ const FILES: &[(&str, &str)] = &[
     ("shared/attend", include_str!("../wgsl/shared/attend.wgsl")),
     ("shared/product_swiglu", include_str!("../wgsl/shared/product_swiglu.wgsl")),
     ("shared/product_store", include_str!("../wgsl/shared/product_store.wgsl")),
+    ("lanes/apart", include_str!("../wgsl/lanes/apart.wgsl")),
+    ("lanes/shared", include_str!("../wgsl/lanes/shared.wgsl")),
     ("load/quad_u32", include_str!("../wgsl/load/quad_u32.wgsl")),
     ("load/quad_u64", include_str!("../wgsl/load/quad_u64.wgsl")),
     ("quant/f32", include_str!("../wgsl/quant/f32.wgsl")),

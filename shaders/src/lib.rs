@@ -4,12 +4,14 @@
 //! kernel with its choices made, and gives the text ([`Variant::source`]), the bindings and the twin.
 
 pub mod compose;
+pub mod edit;
 pub mod format;
 pub mod params;
 pub mod profile;
 pub mod reference;
 pub mod registry;
 
+pub use edit::Edit;
 pub use format::{Act, Format, KvType};
 pub use profile::Profile;
 pub use registry::{Access, Kernel, Variant};

@@ -49,6 +49,8 @@ params! {
     AttnReduce { tokens: u32, heads: u32, splits: u32, blocks: u32, act_lanes: u32 }
     /// `attn_prefill.wgsl`
     AttnPrefill { tokens: u32, heads: u32, kv_heads: u32, first_kv: u32, kv_heads_here: u32 }
-    /// `topk_chunk.wgsl` and `topk_merge.wgsl`
+    /// `lse_chunk.wgsl`, `topk_chunk.wgsl` and `topk_merge.wgsl`
     TopK { tokens: u32, vocab: u32, chunks: u32 }
+    /// `edit_logits.wgsl`
+    EditLogits { tokens: u32, zero: u32 }
 }

@@ -18,6 +18,10 @@ pub struct Profile {
     pub interleave: u32,
     /// Whether to load 64 bits at a time where the adapter can.
     pub wide: bool,
+    /// Whether lanes may hand each other what all of them read, where subgroups have 8 lanes.
+    pub shared: bool,
+    /// Most accumulators of a lane of matvec: rows times tokens.
+    pub matvec_sums: u32,
     /// Threads of the kernels that go by element or block.
     pub flat: u32,
     /// Threads that normalise one token.
@@ -26,14 +30,12 @@ pub struct Profile {
     pub matvec_groups: u32,
     /// Rows that a lane of matvec works on at once.
     pub matvec_rows: u32,
-    /// Token lanes of a matmul workgroup that shares nothing.
+    /// Token lanes of a matmul workgroup; 1: matvec does it, for `matmul_cols` tokens at once.
     pub matmul_lanes: u32,
     /// Tokens a lane of it holds.
     pub matmul_cols: u32,
     /// Rows a workgroup of it holds.
     pub matmul_rows: u32,
-    /// Whether q8 matmuls stage tiles in workgroup memory.
-    pub tiled: bool,
     /// Threads of decode attention, and threads that score one key there.
     pub decode_threads: u32,
     /// Threads that score one key in decode attention (1 or 4).
@@ -57,6 +59,8 @@ impl Profile {
         segments: 8,
         interleave: 1,
         wide: false,
+        shared: false,
+        matvec_sums: 16,
         flat: 64,
         norm: 128,
         matvec_groups: 8,
@@ -64,7 +68,6 @@ impl Profile {
         matmul_lanes: 32,
         matmul_cols: 2,
         matmul_rows: 8,
-        tiled: true,
         decode_threads: 128,
         key_lanes: 4,
         column_heads: 1,
@@ -80,14 +83,15 @@ impl Profile {
         segments: 1,
         interleave: 64,
         wide: true,
+        shared: true,
+        matvec_sums: 32,
         flat: 8,
         norm: 8,
         matvec_groups: 8,
         matvec_rows: 8,
-        matmul_lanes: 8,
-        matmul_cols: 2,
-        matmul_rows: 16,
-        tiled: false,
+        matmul_lanes: 1,
+        matmul_cols: 8,
+        matmul_rows: 1,
         decode_threads: 8,
         key_lanes: 1,
         column_heads: 0,
@@ -134,12 +138,12 @@ impl Profile {
         kv: Option<KvType>,
         constants: &[(&'static str, u32)],
     ) -> Variant {
-        Variant::new(kernel, format, act, kv, constants).wide(self.wide)
+        Variant::new(kernel, format, act, kv, constants).wide(self.wide).shared(self.shared)
     }
 
     /// Tokens that stand together in activations for matmul; matvec takes 1.
     pub fn act_lanes(&self) -> u32 {
-        self.matmul_lanes * self.matmul_cols
+        if self.matmul_lanes > 1 { self.matmul_lanes * self.matmul_cols } else { 1 }
     }
 
     /// `embed.wgsl`
@@ -189,8 +193,7 @@ impl Profile {
     /// A matvec for `cols` tokens at once.
     pub fn matvec(&self, format: Format, act: Act, cols: u32) -> Product {
         let kernel = if act == Act::Q8 { Kernel::MatvecQ8 } else { Kernel::MatvecF32 };
-        // Accumulators of a lane are rows times tokens: sixteen are enough to hide latency.
-        let rows = self.matvec_rows.min((16 / cols).max(1));
+        let rows = self.matvec_rows.min((self.matvec_sums / cols).max(1));
         let sizes = [
             ("GROUPS", self.matvec_groups),
             ("ROWS", rows),
@@ -224,13 +227,15 @@ impl Profile {
 
     /// A matmul for any number of tokens.
     pub fn matmul(&self, format: Format, act: Act) -> Product {
-        if act == Act::Q8 && self.tiled {
+        if self.matmul_lanes == 1 {
+            return self.matvec(format, act, self.matmul_cols);
+        }
+        if act == Act::Q8 {
             let sizes =
                 [("TILE", TILE), ("SIDE", TILE_SIDE), ("SEGMENTS", self.segments), ("INTERLEAVE", self.interleave)];
             let variant = self.variant(Kernel::MatmulTileQ8, Some(format), None, None, &sizes);
             return Product { variant, rows: TILE, tokens: TILE };
         }
-        let kernel = if act == Act::Q8 { Kernel::MatmulQ8 } else { Kernel::MatmulF32 };
         let sizes = [
             ("LANES", self.matmul_lanes),
             ("COLS", self.matmul_cols),
@@ -239,7 +244,7 @@ impl Profile {
             ("INTERLEAVE", self.interleave),
         ];
         Product {
-            variant: self.variant(kernel, Some(format), None, None, &sizes),
+            variant: self.variant(Kernel::MatmulF32, Some(format), None, None, &sizes),
             rows: self.matmul_rows,
             tokens: self.act_lanes(),
         }
@@ -299,7 +304,12 @@ impl Profile {
         self.variant(Kernel::AttnPrefill, None, None, Some(kv), &sizes)
     }
 
-    /// `topk_chunk.wgsl` or `topk_merge.wgsl`
+    /// `edit_logits.wgsl`
+    pub fn edit_logits(&self) -> Variant {
+        self.variant(Kernel::EditLogits, None, None, None, &[("WORKGROUP", self.flat)])
+    }
+
+    /// `lse_chunk.wgsl`, `topk_chunk.wgsl` or `topk_merge.wgsl`
     pub fn top_k(&self, kernel: Kernel) -> Variant {
         self.variant(kernel, None, None, None, &[("WORKGROUP", self.topk), ("CHUNK", TOP_K_CHUNK), ("K", TOP_K)])
     }
@@ -315,7 +325,6 @@ impl Profile {
                     [Act::F32, Act::Q8].into_iter().filter_map(|act_out| self.matvec_swiglu(format, act, act_out));
                 all.extend(gated.map(|product| product.variant));
                 all.push(self.matmul(format, act).variant);
-                all.push(Profile { tiled: false, ..*self }.matmul(format, act).variant);
             }
         }
         for head_dim in HEAD_DIMS {
@@ -335,7 +344,8 @@ impl Profile {
         all.extend(
             [Act::F32, Act::Q8].into_iter().flat_map(|act| [self.rmsnorm(act), self.to_act(act), self.swiglu(act)]),
         );
-        all.extend([Kernel::TopkChunk, Kernel::TopkMerge].map(|kernel| self.top_k(kernel)));
+        all.push(self.edit_logits());
+        all.extend([Kernel::LseChunk, Kernel::TopkChunk, Kernel::TopkMerge].map(|kernel| self.top_k(kernel)));
         all.sort_by_key(|variant| format!("{variant:?}"));
         all.dedup();
         all

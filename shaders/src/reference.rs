@@ -5,6 +5,7 @@
 
 mod act;
 mod attention;
+mod edit_logits;
 mod embed;
 mod matmul;
 pub mod quant;
@@ -15,6 +16,7 @@ mod topk;
 use std::cell::{Ref, RefCell, RefMut};
 
 use bytemuck::Pod;
+pub use topk::is_candidate;
 
 use crate::Arrangement;
 use crate::registry::{Kernel, Variant};
@@ -30,15 +32,15 @@ pub fn run(variant: &Variant, params: &[u8], buffers: &[&RefCell<Vec<u32>>]) {
         Kernel::RmsNorm => rmsnorm::run(&call),
         Kernel::ToAct => act::to_act(&call),
         Kernel::SwiGlu => act::swiglu(&call),
-        Kernel::MatvecQ8 | Kernel::MatvecF32 | Kernel::MatmulQ8 | Kernel::MatmulF32 | Kernel::MatmulTileQ8 => {
-            matmul::run(&call)
-        }
+        Kernel::MatvecQ8 | Kernel::MatvecF32 | Kernel::MatmulF32 | Kernel::MatmulTileQ8 => matmul::run(&call),
         Kernel::MatvecSwiGluQ8 | Kernel::MatvecSwiGluF32 => matmul::swiglu(&call),
         Kernel::RopeKv => rope_kv::run(&call),
         Kernel::AttnDecode => attention::decode(&call),
         Kernel::AttnShort => attention::short(&call),
         Kernel::AttnReduce => attention::reduce(&call),
         Kernel::AttnPrefill => attention::prefill(&call),
+        Kernel::LseChunk => topk::lse(&call),
+        Kernel::EditLogits => edit_logits::run(&call),
         Kernel::TopkChunk => topk::chunk(&call),
         Kernel::TopkMerge => topk::merge(&call),
     }

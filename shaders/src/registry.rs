@@ -16,7 +16,6 @@ pub enum Kernel {
     MatvecF32,
     MatvecSwiGluQ8,
     MatvecSwiGluF32,
-    MatmulQ8,
     MatmulF32,
     MatmulTileQ8,
     RopeKv,
@@ -24,6 +23,8 @@ pub enum Kernel {
     AttnShort,
     AttnReduce,
     AttnPrefill,
+    LseChunk,
+    EditLogits,
     TopkChunk,
     TopkMerge,
 }
@@ -139,16 +140,6 @@ pub const KERNELS: &[Entry] = &[
         fields: params::Matmul::fields,
     },
     Entry {
-        kernel: Kernel::MatmulQ8,
-        name: "matmul_q8",
-        source: include_str!("../wgsl/matmul_q8.wgsl"),
-        bindings: &[Read, Read, Read, Write],
-        weights: true,
-        act: false,
-        kv: false,
-        fields: params::Matmul::fields,
-    },
-    Entry {
         kernel: Kernel::MatmulF32,
         name: "matmul_f32",
         source: include_str!("../wgsl/matmul_f32.wgsl"),
@@ -219,6 +210,26 @@ pub const KERNELS: &[Entry] = &[
         fields: params::AttnPrefill::fields,
     },
     Entry {
+        kernel: Kernel::LseChunk,
+        name: "lse_chunk",
+        source: include_str!("../wgsl/lse_chunk.wgsl"),
+        bindings: &[Read, Write],
+        weights: false,
+        act: false,
+        kv: false,
+        fields: params::TopK::fields,
+    },
+    Entry {
+        kernel: Kernel::EditLogits,
+        name: "edit_logits",
+        source: include_str!("../wgsl/edit_logits.wgsl"),
+        bindings: &[Read, Write, Write],
+        weights: false,
+        act: false,
+        kv: false,
+        fields: params::EditLogits::fields,
+    },
+    Entry {
         kernel: Kernel::TopkChunk,
         name: "topk_chunk",
         source: include_str!("../wgsl/topk_chunk.wgsl"),
@@ -232,7 +243,7 @@ pub const KERNELS: &[Entry] = &[
         kernel: Kernel::TopkMerge,
         name: "topk_merge",
         source: include_str!("../wgsl/topk_merge.wgsl"),
-        bindings: &[Read, Read, Read, Read, Write],
+        bindings: &[Read, Read, Read, Read, Read, Write],
         weights: false,
         act: false,
         kv: false,
@@ -260,6 +271,8 @@ pub struct Variant {
     pub kv: Option<KvType>,
     /// Whether it loads 64 bits at a time (Vulkan's shaderInt64).
     pub wide: bool,
+    /// Whether lanes hand each other what all of them read; wants subgroups of 8.
+    pub shared: bool,
     /// Sizes fixed in its text.
     pub constants: Vec<(&'static str, u32)>,
 }
@@ -280,13 +293,19 @@ impl Variant {
         assert_eq!(entry.weights, format.is_some(), "{}: weight format", entry.name);
         assert_eq!(entry.act, act.is_some(), "{}: activation type", entry.name);
         assert_eq!(entry.kv, kv.is_some(), "{}: KV type", entry.name);
-        Variant { kernel, format, act, kv, wide: false, constants: constants.to_vec() }
+        Variant { kernel, format, act, kv, wide: false, shared: false, constants: constants.to_vec() }
     }
 
     /// The same with loads of 64 bits, where it loads weights, keys or values.
     pub fn wide(self, wide: bool) -> Variant {
         let loads = self.format.is_some() || self.kv.is_some();
         Variant { wide: wide && loads, ..self }
+    }
+
+    /// The same with lanes that hand each other what all of them read, where it has such.
+    pub fn shared(self, shared: bool) -> Variant {
+        let several = self.kernel == Kernel::MatvecQ8 && self.constant("COLS") > Some(1);
+        Variant { shared: shared && several, ..self }
     }
 
     /// The constant of that name.
@@ -301,7 +320,8 @@ impl Variant {
             _ => "shared/product_store",
         };
         let quad = if self.wide { "load/quad_u64" } else { "load/quad_u32" };
-        let mut choices = vec![("quad", quad), ("product_end", end)];
+        let lanes = if self.shared { "lanes/shared" } else { "lanes/apart" };
+        let mut choices = vec![("quad", quad), ("product_end", end), ("lanes", lanes)];
         if let Some(format) = self.format {
             choices.push(("quant", format.import()));
         }

@@ -28,6 +28,22 @@ fn dot4x4(a: vec4<u32>, b: vec4<u32>) -> f32 {
     return f32(dot4I8Packed(a.x, b.x) + dot4I8Packed(a.y, b.y) + dot4I8Packed(a.z, b.z) + dot4I8Packed(a.w, b.w));
 }
 
+// A block of a token: 32 signed bytes, and (scale, scale * sum).
+struct Column {
+    lo: vec4<u32>,
+    hi: vec4<u32>,
+    xs: vec2<f32>,
+}
+
+const COLUMNS = 8;
+
+fn column(token: u32, position: u32) -> Column {
+    let at = min(token, p.tokens - 1u) * p.blocks + position;
+    return Column(quad(x[2u * at]), quad(x[2u * at + 1u]), bitcast<vec2<f32>>(pair(x_scales[at])));
+}
+
+#import lanes
+
 @compute @workgroup_size(GROUPS * SEGMENTS)
 fn main(
     @builtin(workgroup_id) workgroup: vec3<u32>,
@@ -45,15 +61,7 @@ fn main(
     var acc: array<f32, OUTPUTS>;
     for (var j = 0u; j < length; j++) {
         let position = j * SEGMENTS + lane;
-        var lo: array<vec4<u32>, COLS>;
-        var hi: array<vec4<u32>, COLS>;
-        var xs: array<vec2<f32>, COLS>;
-        for (var c = 0u; c < COLS; c++) {
-            let at = min(token0 + c, p.tokens - 1u) * p.blocks + position;
-            lo[c] = quad(x[2u * at]);
-            hi[c] = quad(x[2u * at + 1u]);
-            xs[c] = bitcast<vec2<f32>>(pair(x_scales[at]));
-        }
+        let x_columns = columns(token0, position, thread);
         for (var r = 0u; r < ROWS; r++) {
             let row = min(row0 + r * GROUPS, last_row);
             let index = block_index(row, p.blocks, position);
@@ -61,7 +69,8 @@ fn main(
             let scales = block_scales(index, super_index(row, p.blocks, first + j));
             for (var c = 0u; c < COLS; c++) {
                 let i = r * COLS + c;
-                acc[i] = block_sum(acc[i], dot4x4(words.lo, lo[c]), dot4x4(words.hi, hi[c]), scales, xs[c]);
+                let x_c = x_columns[c];
+                acc[i] = block_sum(acc[i], dot4x4(words.lo, x_c.lo), dot4x4(words.hi, x_c.hi), scales, x_c.xs);
             }
         }
     }

@@ -2,7 +2,8 @@
 //
 // logits: [outputs, vocab] f32; outputs: (-, target id, temperature's inverse as bits, k)
 // best: [outputs, chunks, K] (id, logit as bits); stats: [outputs, chunks] (maximum, two sums, -)
-// result: [outputs, K + 2] : (log-sum-exp of l, log-sum-exp of l / temperature) as bits; (logit of the target as
+// raw_stats: the same of the logits before they were edited, by lse_chunk.wgsl; `stats` itself where they were not
+// result: [outputs, K + 2] : (log-sum-exp of raw l, log-sum-exp of l / temperature) as bits; (logit of the target as
 // bits, k); then the k best (id, logit as bits)
 
 struct Params {
@@ -16,7 +17,8 @@ var<immediate> p: Params;
 @group(0) @binding(1) var<storage, read> outputs: array<vec4<u32>>;
 @group(0) @binding(2) var<storage, read> best: array<vec2<u32>>;
 @group(0) @binding(3) var<storage, read> stats: array<vec4<f32>>;
-@group(0) @binding(4) var<storage, read_write> result: array<vec2<u32>>;
+@group(0) @binding(4) var<storage, read> raw_stats: array<vec4<f32>>;
+@group(0) @binding(5) var<storage, read_write> result: array<vec2<u32>>;
 
 const NONE = 0xffffffffu;
 const LOWEST = -3.0e38;
@@ -73,16 +75,19 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     if thread == 0u {
         let inverse = bitcast<f32>(outputs[output].z);
-        var top = LOWEST;
+        // Of the raw logits, and of those that the candidates are of.
+        var top = vec2<f32>(LOWEST);
         for (var c = 0u; c < p.chunks; c++) {
-            top = max(top, stats[output * p.chunks + c].x);
+            let at = output * p.chunks + c;
+            top = max(top, vec2<f32>(raw_stats[at].x, stats[at].x));
         }
         var sum = vec2<f32>(0.0);
         for (var c = 0u; c < p.chunks; c++) {
+            let r = raw_stats[output * p.chunks + c];
             let s = stats[output * p.chunks + c];
-            sum += s.yz * vec2<f32>(exp(s.x - top), exp((s.x - top) * inverse));
+            sum += vec2<f32>(r.y, s.z) * vec2<f32>(exp(r.x - top.x), exp((s.x - top.y) * inverse));
         }
-        let lse = vec2<f32>(top + log(sum.x), top * inverse + log(sum.y));
+        let lse = vec2<f32>(top.x + log(sum.x), top.y * inverse + log(sum.y));
         result[to] = bitcast<vec2<u32>>(lse);
         result[to + 1u] = vec2<u32>(bitcast<u32>(logits[target_place(output)]), k);
     }

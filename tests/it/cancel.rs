@@ -2,11 +2,12 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use pp_engine::head::{FinishReason, Head, Progress, Request};
+use pp_engine::head::{FinishReason, Head, HeadOptions, Progress, Request};
+use pp_engine::layout::StageSpec;
+use pp_engine::pipeline::{Pipeline, PipelineOptions};
 use pp_engine::sampler::Sampling;
-use pp_engine::tokenizer::Tokenizer;
 
-use crate::support::{checkpoint, exact, head, twins};
+use crate::support::{checkpoint, exact, head_with, tokenizer, twins};
 
 const CHUNK: usize = 4;
 const PROMPT: usize = 160;
@@ -18,18 +19,18 @@ fn request(prompt: usize, max_tokens: usize) -> Request {
         sampling: Sampling::default(),
         stop: Vec::new(),
         stop_at_eos: false,
-        chunk: CHUNK,
+        choices: 1,
+        deadline: None,
     }
 }
 
-fn four_stages() -> (Head, Tokenizer) {
-    let checkpoint = checkpoint("tiny/llama-33");
-    let tokenizer = checkpoint.tokenizer().unwrap();
-    (head(&checkpoint, &[9, 8, 8, 8], exact(192), &twins()), tokenizer)
+fn four_stages() -> Head {
+    let options = HeadOptions { batch_tokens: CHUNK, ..HeadOptions::default() };
+    head_with(&checkpoint("tiny/llama-33"), &[9, 8, 8, 8], exact(192), &twins(), options)
 }
 
-fn tokens(head: &mut Head, tokenizer: &Tokenizer) -> Vec<u32> {
-    let answer = head.generate(&request(40, 6), tokenizer, &AtomicBool::new(false), &mut |_| {}).unwrap();
+fn tokens(head: &mut Head) -> Vec<u32> {
+    let answer = head.generate(request(40, 6), &AtomicBool::new(false), &mut |_| {}).unwrap();
     assert_eq!(answer.finish_reason, FinishReason::Length);
     answer.tokens.iter().map(|token| token.id).collect()
 }
@@ -40,13 +41,13 @@ fn done_by_first_stage(head: &Head) -> usize {
 
 #[test]
 fn a_prompt_that_is_cancelled_leaves_no_trace() {
-    let (mut head, tokenizer) = four_stages();
-    let expected = tokens(&mut head, &tokenizer);
+    let mut head = four_stages();
+    let expected = tokens(&mut head);
     // More often than the pipe has room, so that answers left in it would stop it.
     for round in 0..12 {
         let before = done_by_first_stage(&head);
         let cancel = AtomicBool::new(false);
-        let answer = head.generate(&request(PROMPT, 6), &tokenizer, &cancel, &mut |progress| {
+        let answer = head.generate(request(PROMPT, 6), &cancel, &mut |progress| {
             if matches!(progress, Progress::Prefill { done, .. } if done >= CHUNK * (1 + round % 3)) {
                 cancel.store(true, Ordering::Relaxed);
             }
@@ -59,19 +60,19 @@ fn a_prompt_that_is_cancelled_leaves_no_trace() {
         if round % 4 != 0 {
             continue;
         }
-        assert_eq!(tokens(&mut head, &tokenizer), expected, "round {round}");
+        assert_eq!(tokens(&mut head), expected, "round {round}");
     }
-    assert_eq!(tokens(&mut head, &tokenizer), expected);
+    assert_eq!(tokens(&mut head), expected);
 }
 
 #[test]
 fn an_answer_that_is_cancelled_leaves_no_trace() {
-    let (mut head, tokenizer) = four_stages();
-    let expected = tokens(&mut head, &tokenizer);
+    let mut head = four_stages();
+    let expected = tokens(&mut head);
     for after in 1..4 {
         let cancel = AtomicBool::new(false);
         let mut pieces = 0;
-        let answer = head.generate(&request(40, 100), &tokenizer, &cancel, &mut |progress| {
+        let answer = head.generate(request(40, 100), &cancel, &mut |progress| {
             pieces += usize::from(matches!(progress, Progress::Text(_)));
             if pieces == after {
                 cancel.store(true, Ordering::Relaxed);
@@ -82,21 +83,35 @@ fn an_answer_that_is_cancelled_leaves_no_trace() {
         let ids: Vec<u32> = answer.tokens.iter().map(|token| token.id).collect();
         let same = ids.len().min(expected.len());
         assert_eq!(ids[..same], expected[..same], "what was answered until then is right");
-        assert_eq!(tokens(&mut head, &tokenizer), expected);
+        assert_eq!(tokens(&mut head), expected);
     }
 }
 
 #[test]
 fn requests_that_never_began_leave_no_trace() {
-    let (mut head, tokenizer) = four_stages();
-    let expected = tokens(&mut head, &tokenizer);
+    let mut head = four_stages();
+    let expected = tokens(&mut head);
     for _ in 0..3 {
-        let answer = head.generate(&request(40, 6), &tokenizer, &AtomicBool::new(true), &mut |_| {}).unwrap();
+        let answer = head.generate(request(40, 6), &AtomicBool::new(true), &mut |_| {}).unwrap();
         assert_eq!(answer.finish_reason, FinishReason::Cancelled);
-        let nothing = head.generate(&request(40, 0), &tokenizer, &AtomicBool::new(false), &mut |_| {}).unwrap();
-        assert_eq!((nothing.finish_reason, nothing.tokens.len()), (FinishReason::Length, 0));
+        let nothing = head.generate(request(40, 0), &AtomicBool::new(false), &mut |_| {});
+        assert!(nothing.unwrap_err().to_string().contains("max_tokens is 0"));
     }
-    assert_eq!(tokens(&mut head, &tokenizer), expected);
+    assert_eq!(tokens(&mut head), expected);
     assert!(head.score(&[1, 2, 3, 4, 5, 6, 7, 8, 9], 2, 1, &AtomicBool::new(true), &mut |_| {}).is_err());
-    assert_eq!(tokens(&mut head, &tokenizer), expected);
+    assert_eq!(tokens(&mut head), expected);
+}
+
+#[test]
+fn links_that_hold_one_frame_carry_as_much_as_others() {
+    let checkpoint = checkpoint("tiny/llama-33");
+    let specs = StageSpec::pipeline(&[9, 8, 8, 8]);
+    let between = PipelineOptions { link_frames: Some(1), ..PipelineOptions::default() };
+    let (devices, go_on) = (vec![twins(); 4], AtomicBool::new(false));
+    let pipeline =
+        Pipeline::open_with(&checkpoint, &specs, exact(192), &between, &devices, &mut |_, _| {}, &go_on).unwrap();
+    let mut usual = four_stages();
+    let options = HeadOptions { batch_tokens: CHUNK, ..HeadOptions::default() };
+    let mut narrow = Head::new(pipeline, tokenizer(&checkpoint), options);
+    assert_eq!(tokens(&mut narrow), tokens(&mut usual));
 }

@@ -1,6 +1,9 @@
 //! The program as a user runs it, on the small models of tests/data.
 
 mod bad_input;
+mod many;
+mod sim;
+mod trace;
 mod verbs;
 
 use std::io::{Read, Write};

@@ -9,7 +9,7 @@
 //! | RMSNorm, SwiGLU, softmax | 2e-5 of the largest | drivers' exp, sqrt and division are good to some ulp |
 //! | activations as q8 | one step of the scale | a value between two steps may round either way |
 //! | keys and values as halves | one half ulp | rounding of the rotated value |
-//! | top-k ids and logits | equal | comparisons are exact |
+//! | top-k ids and logits, edited logits | equal | comparisons and single operations are exact |
 //! | log-sum-exp | 1e-5 | sums of exp of up to a vocabulary |
 
 mod cases;
@@ -39,6 +39,7 @@ fn run(backend: &mut dyn Backend, case: &Case) -> Vec<Vec<u32>> {
         note: String::new(),
         weight_bytes: 0,
         operations: 0,
+        split_operations: 0,
     };
     let program = backend.prepare(Program { ops: vec![op] }).unwrap_or_else(|e| panic!("{}: {e}", case.name));
     let writes: Vec<_> = ids.iter().zip(&case.buffers).map(|(id, words)| (*id, bytemuck_bytes(words))).collect();
@@ -91,15 +92,14 @@ fn the_software_profile_agrees_with_the_twins() {
 
 #[test]
 fn the_software_profile_agrees_without_bounds_checks_and_wide_loads() {
-    check_all(&adapter(), Profile { wide: false, ..Profile::SOFTWARE }, false, |_| true);
+    let apart = Profile { wide: false, shared: false, ..Profile::SOFTWARE };
+    check_all(&adapter(), apart, false, |_| true);
     check_all(&adapter(), Profile::SOFTWARE, false, |_| true);
 }
 
 #[test]
 fn the_card_profile_agrees_with_the_twins() {
     let mut kernels = check_all(&adapter(), Profile::CARD, true, |_| true);
-    let untiled = Profile { tiled: false, ..Profile::CARD };
-    kernels.extend(check_all(&adapter(), untiled, true, |case| case.variant.kernel == Kernel::MatmulQ8));
     let only_software = [Kernel::MatvecSwiGluQ8, Kernel::MatvecSwiGluF32];
     kernels.extend(check_all(&adapter(), Profile::SOFTWARE, true, |case| only_software.contains(&case.variant.kernel)));
     assert_eq!(kernels.len(), KERNELS.len(), "the cases go through every kernel");
@@ -113,6 +113,25 @@ fn swiftshader_agrees_with_the_twins() {
     };
     check_all(&adapter, Profile::CARD, true, |case| case.is_small());
     check_all(&adapter, Profile::SOFTWARE, false, |case| case.is_small());
+}
+
+/// Steps with edits take the raw log-sum-exp from a kernel of its own: the same bits.
+#[test]
+fn sums_have_the_same_bits_in_both_kernels_that_make_them() {
+    let swiftshader = swiftshader().expect("SwiftShader was not found; scripts/test.sh installs it");
+    for (adapter, profile) in [adapter(), swiftshader].iter().flat_map(|a| Profile::ALL.map(|profile| (a, profile))) {
+        let mut device = Gpu::open(adapter, profile, false).unwrap();
+        let all = cases::all(&profile);
+        let of = |kernel: Kernel| all.iter().filter(move |case| case.variant.kernel == kernel);
+        let sums = |buffer: &[u32]| buffer.chunks(4).map(|stats| [stats[0], stats[1]]).collect::<Vec<_>>();
+        for lse in of(Kernel::LseChunk) {
+            let alike = |case: &&Case| case.buffers[0].len() == lse.buffers[0].len();
+            let mut topk = of(Kernel::TopkChunk).find(alike).expect("a case of as many logits").clone();
+            topk.buffers[0] = lse.buffers[0].clone();
+            let (one, other) = (run(&mut device, lse), run(&mut device, &topk));
+            assert_eq!(sums(&one[1]), sums(&other[3]), "{} on {}, {}", lse.name, device.name(), profile.name);
+        }
+    }
 }
 
 #[test]

@@ -1,10 +1,14 @@
 //! Tests of the whole: kernels against their twins, models against recorded logits, the program as a user runs it.
 
+mod batching;
 mod cancel;
 mod cli;
 mod house;
 mod kernels;
 mod models;
+mod overlap;
+mod paced;
 mod programs;
+mod sampling;
 mod smollm2;
 mod support;

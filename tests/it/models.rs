@@ -5,14 +5,14 @@ use std::sync::atomic::AtomicBool;
 use pp_engine::backend::Backend;
 use pp_engine::backend::reference::Reference;
 use pp_engine::checkpoint::Checkpoint;
-use pp_engine::head::Head;
+use pp_engine::head::{Head, HeadOptions};
 use pp_engine::layout::{StageLayout, StageOptions, StageSpec};
 use pp_engine::message::{OutputRequest, Span, Step};
 use pp_engine::pipeline::Pipeline;
 use pp_engine::stage::{Stage, StageOutput};
 use pp_shaders::Profile;
 
-use crate::support::{checkpoint, data, exact, floats, gpu, head, ids, json, swiftshader, twins};
+use crate::support::{checkpoint, data, exact, floats, gpu, head, ids, json, swiftshader, tokenizer, twins};
 
 /// max |Δ logit| of the exact mode, as a share of max |logit|: float32 rounding in another order.
 const TOLERANCE: f64 = 1e-4;
@@ -132,7 +132,7 @@ fn a_pipeline_may_mix_drivers() {
     let layers = checkpoint.config.layers;
     let specs = StageSpec::pipeline(&[1, layers - 1]);
     let pipeline = Pipeline::open(&checkpoint, &specs, exact(128), &devices, &mut |_, _| {}, &AtomicBool::new(false));
-    let mut head = Head::new(pipeline.unwrap());
+    let mut head = Head::new(pipeline.unwrap(), tokenizer(&checkpoint), HeadOptions::default());
     for case in json("tiny/qwen3/golden.json")["cases"].as_array().unwrap() {
         let rows = head.logits(&ids(&case["ids"]), 128).unwrap();
         let expected = floats(&case["logits_last"]);
@@ -164,6 +164,7 @@ fn tensors_larger_than_a_binding_are_cut() {
             top_k: 1,
             inverse_temperature: 1.0,
             whole_row: true,
+            edits: Vec::new(),
         }];
         let spans = vec![Span { sequence: 1, start: 0, count: ids.len() as u32, new_pages: vec![0, 1] }];
         let step = Step { spans, ids: ids.clone(), outputs, ..Step::default() };

@@ -8,24 +8,45 @@ use pp_shaders::{Act, KvType, Profile};
 
 use crate::support::checkpoint;
 
-/// The text of the first layer's part of a stage's program, with `tokens` tokens in a context of `start + tokens`.
-fn layer(model: &str, profile: Profile, activations: Act, start: usize, tokens: usize) -> String {
+/// The texts of a stage's programs, with `tokens` tokens in a context of `start + tokens`.
+fn programs(model: &str, profile: Profile, activations: Act, start: usize, tokens: usize) -> Vec<String> {
     let checkpoint = checkpoint(model);
-    let options = StageOptions { activations, kv: KvType::F32, context: 512, sequences: 1, chunk: 64 };
+    let options = StageOptions { activations, kv: KvType::F32, context: 512, sequences: 1, kv_tokens: 512, chunk: 64 };
     let backend = Box::new(Reference::new(profile, 1 << 30));
     let spec = StageSpec::pipeline(&[checkpoint.config.layers]).remove(0);
     let layout = StageLayout::new(&checkpoint, spec, options, &profile, backend.limits()).unwrap();
     let mut stage = Stage::open(&checkpoint, layout, backend, &mut |_| true).unwrap();
     let programs = stage.programs(start, tokens, 1).unwrap();
-    let text = stage.program(programs[0].0).to_string();
-    let lines = text.lines().filter(|line| line.contains("blk.0"));
+    programs.into_iter().map(|(id, _)| stage.program(id).to_string()).collect()
+}
+
+/// The lines that `wanted` wants, each without what makes columns of it.
+fn lines(text: &str, wanted: impl Fn(&str) -> bool) -> String {
+    let lines = text.lines().filter(|line| wanted(line));
     lines.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect::<Vec<_>>().join("\n")
+}
+
+/// The text of the first layer's part of a stage's program.
+fn layer(model: &str, profile: Profile, activations: Act, start: usize, tokens: usize) -> String {
+    lines(&programs(model, profile, activations, start, tokens)[0], |line| line.contains("blk.0"))
 }
 
 #[track_caller]
 fn check(found: &str, expected: &str) {
     let expected: Vec<&str> = expected.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     assert_eq!(found.lines().collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn logits_without_edits_take_four_dispatches() {
+    let programs = programs("tiny-gguf/llama-q4_0.gguf", Profile::SOFTWARE, Act::Q8, 10, 1);
+    check(
+        &lines(&programs[1], |_| true),
+        "rmsnorm q8 output_norm
+         matvec_q8 Q4_0 output
+         topk_chunk top-k of chunks
+         topk_merge top-k",
+    );
 }
 
 #[test]

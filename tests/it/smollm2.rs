@@ -15,7 +15,7 @@ use pp_engine::message::{OutputRequest, Span, Step};
 use pp_engine::pipeline::Device;
 use pp_engine::sampler::Sampling;
 use pp_engine::stage::{Stage, StageOutput};
-use pp_engine::tokenizer::{Encode, Tokenizer};
+use pp_engine::tokenizer::Encode;
 use pp_shaders::{Act, KvType, PAGE, Profile};
 
 use crate::support::{adapter, data, exact, floats, head, ids, json};
@@ -40,7 +40,7 @@ fn device(profile: Profile) -> Device {
 }
 
 fn fast(context: usize) -> StageOptions {
-    StageOptions { activations: Act::Q8, kv: KvType::F16, context, sequences: 1, chunk: 128 }
+    StageOptions { activations: Act::Q8, kv: KvType::F16, context, sequences: 1, kv_tokens: context, chunk: 128 }
 }
 
 struct Golden {
@@ -70,16 +70,17 @@ fn goldens() -> Vec<Golden> {
         .collect()
 }
 
-fn greedy(head: &mut Head, tokenizer: &Tokenizer, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
+fn greedy(head: &mut Head, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
     let request = Request {
         prompt: prompt.to_vec(),
         max_tokens,
         sampling: Sampling::default(),
         stop: Vec::new(),
         stop_at_eos: true,
-        chunk: 128,
+        choices: 1,
+        deadline: None,
     };
-    let answer = head.generate(&request, tokenizer, &AtomicBool::new(false), &mut |_| {}).unwrap();
+    let answer = head.generate(request, &AtomicBool::new(false), &mut |_| {}).unwrap();
     answer.tokens.iter().map(|token| token.id).collect()
 }
 
@@ -120,7 +121,6 @@ fn prompts_become_the_ids_of_the_reference() {
 #[test]
 fn the_exact_mode_says_what_the_reference_says() {
     let checkpoint = model();
-    let tokenizer = checkpoint.tokenizer().unwrap();
     let mut head = head(&checkpoint, &[30], exact(256), &device(Profile::SOFTWARE));
     for golden in goldens() {
         let score = head.score(&golden.prompt, 128, 8, &AtomicBool::new(false), &mut |_| {}).unwrap();
@@ -129,7 +129,7 @@ fn the_exact_mode_says_what_the_reference_says() {
             assert_eq!(id, found_id);
             assert!((expected - f64::from(*found)).abs() <= 2e-3, "log-probability {found} for {expected}");
         }
-        let found = greedy(&mut head, &tokenizer, &golden.prompt, golden.greedy.len());
+        let found = greedy(&mut head, &golden.prompt, golden.greedy.len());
         check_greedy(&found, &golden, 0.01);
     }
 }
@@ -137,15 +137,21 @@ fn the_exact_mode_says_what_the_reference_says() {
 #[test]
 fn four_stages_say_what_one_says() {
     let checkpoint = model();
-    let tokenizer = checkpoint.tokenizer().unwrap();
     let golden = &goldens()[6];
     let mut tokens = Vec::new();
     for split in [vec![30], vec![8, 8, 7, 7], vec![27, 1, 1, 1]] {
         let mut head = head(&checkpoint, &split, exact(256), &device(Profile::SOFTWARE));
-        tokens.push(greedy(&mut head, &tokenizer, &golden.prompt, 12));
+        tokens.push(greedy(&mut head, &golden.prompt, 12));
         check_greedy(&tokens[0], golden, 0.01);
     }
     assert!(tokens.iter().all(|t| *t == tokens[0]), "{tokens:?}");
+}
+
+/// Many chunks of top-k, and a distribution with a head and a tail.
+#[test]
+fn penalties_at_the_tail_give_the_tokens_of_whole_rows() {
+    let samplings = crate::sampling::samplings();
+    crate::sampling::check(&model(), &device(Profile::SOFTWARE), &[samplings[0].clone(), samplings[3].clone()]);
 }
 
 #[test]
@@ -167,7 +173,6 @@ fn long_texts_score_as_the_reference() {
 #[test]
 fn q8_activations_stay_close_on_both_profiles() {
     let checkpoint = model();
-    let tokenizer = checkpoint.tokenizer().unwrap();
     for profile in [Profile::SOFTWARE, Profile::CARD] {
         let mut head = head(&checkpoint, &[15, 15], fast(256), &device(profile));
         let (mut sum, mut expected_sum) = (0.0, 0.0);
@@ -182,7 +187,7 @@ fn q8_activations_stay_close_on_both_profiles() {
             );
             sum += score.nll();
             expected_sum += golden.nll;
-            let found = greedy(&mut head, &tokenizer, &golden.prompt, golden.greedy.len().min(16));
+            let found = greedy(&mut head, &golden.prompt, golden.greedy.len().min(16));
             let golden = Golden { margins: golden.margins[..found.len()].to_vec(), ..golden };
             check_greedy(&found, &golden, 0.5);
         }
@@ -224,6 +229,7 @@ fn run_in_chunks(
             top_k: 1,
             inverse_temperature: 1.0,
             whole_row: true,
+            edits: Vec::new(),
         });
         let mut step = Step {
             spans: vec![Span { sequence: 1, start: start as u32, count: *chunk as u32, new_pages }],

@@ -6,9 +6,10 @@ use std::sync::atomic::AtomicBool;
 
 use pp_engine::backend::gpu::adapter::Adapter;
 use pp_engine::checkpoint::Checkpoint;
-use pp_engine::head::Head;
+use pp_engine::head::{Head, HeadOptions};
 use pp_engine::layout::{StageOptions, StageSpec};
 use pp_engine::pipeline::{Device, Pipeline};
+use pp_engine::tokenizer::Tokenizer;
 use pp_shaders::{Act, KvType, Profile};
 
 /// A file of tests/data.
@@ -48,15 +49,32 @@ pub fn twins() -> Device {
 
 /// Options for small models: the exact mode.
 pub fn exact(context: usize) -> StageOptions {
-    StageOptions { activations: Act::F32, kv: KvType::F32, context, sequences: 1, chunk: 128 }
+    StageOptions { activations: Act::F32, kv: KvType::F32, context, sequences: 1, kv_tokens: context, chunk: 128 }
 }
 
 /// A head over a pipeline with so many layers a stage, all stages on `device`.
 pub fn head(checkpoint: &Arc<Checkpoint>, split: &[usize], options: StageOptions, device: &Device) -> Head {
+    head_with(checkpoint, split, options, device, HeadOptions::default())
+}
+
+/// As [`head`], with choices of the head's own.
+pub fn head_with(
+    checkpoint: &Arc<Checkpoint>,
+    split: &[usize],
+    options: StageOptions,
+    device: &Device,
+    head: HeadOptions,
+) -> Head {
     let specs = StageSpec::pipeline(split);
     let devices = vec![device.clone(); specs.len()];
     let pipeline = Pipeline::open(checkpoint, &specs, options, &devices, &mut |_, _| {}, &AtomicBool::new(false));
-    Head::new(pipeline.unwrap_or_else(|e| panic!("{}: {e}", checkpoint.path.display())))
+    let pipeline = pipeline.unwrap_or_else(|e| panic!("{}: {e}", checkpoint.path.display()));
+    Head::new(pipeline, tokenizer(checkpoint), head)
+}
+
+/// A checkpoint's tokenizer.
+pub fn tokenizer(checkpoint: &Checkpoint) -> Arc<Tokenizer> {
+    Arc::new(checkpoint.tokenizer().unwrap_or_else(|e| panic!("{}: {e}", checkpoint.path.display())))
 }
 
 /// A checkpoint of tests/data.

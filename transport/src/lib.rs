@@ -2,11 +2,12 @@
 //!
 //! A leaf: it knows neither tensors nor devices. The payload of a [`Frame`] is the engine's; what a neighbour
 //! needs to route and bound it stands in the [`FrameHeader`]. [`Port`] is one end of a link; [`local`] links two
-//! threads of a process.
+//! threads of a process, [`relay`] does so slowly.
 
 pub mod frame;
 pub mod local;
 pub mod port;
+pub mod relay;
 
 pub use frame::{Frame, FrameError, FrameHeader};
-pub use port::{Port, PortError};
+pub use port::{Arrival, Port, PortError};

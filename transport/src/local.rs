@@ -1,16 +1,16 @@
 //! Links between threads of one process.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Select, Sender, TrySendError, bounded};
 
 use crate::frame::{Frame, FrameError, PAYLOAD_BYTES_MAX};
-use crate::port::{Port, PortError};
+use crate::port::{Arrival, Port, PortError};
 
-/// One end of a link made by [`pair`].
+/// One end of a link made by [`pair`] or [`crate::relay::slow_pair`].
 pub struct LocalPort {
-    to: Sender<Frame>,
-    from: Receiver<Frame>,
+    pub(crate) to: Sender<Arrival>,
+    pub(crate) from: Receiver<Arrival>,
 }
 
 /// The two ends of a link that holds at most `frames` frames each way.
@@ -29,10 +29,19 @@ impl Port for LocalPort {
         if frame.payload.len() > PAYLOAD_BYTES_MAX {
             return Err(FrameError::TooLarge { found: frame.payload.len() }.into());
         }
-        self.to.send(frame).map_err(|_| PortError::Closed)
+        let mut arrival = Arrival { frame, at: Instant::now() };
+        // This end is the channel's only sender: room that it has seen stays.
+        while let Err(error) = self.to.try_send(arrival) {
+            let TrySendError::Full(waiting) = error else { return Err(PortError::Closed) };
+            let mut room = Select::new();
+            room.send(&self.to);
+            room.ready();
+            arrival = Arrival { at: Instant::now(), ..waiting };
+        }
+        Ok(())
     }
 
-    fn receive(&mut self, timeout: Duration) -> Result<Frame, PortError> {
+    fn receive(&mut self, timeout: Duration) -> Result<Arrival, PortError> {
         self.from.recv_timeout(timeout).map_err(|e| match e {
             RecvTimeoutError::Timeout => PortError::Timeout { timeout },
             RecvTimeoutError::Disconnected => PortError::Closed,
@@ -57,10 +66,10 @@ mod tests {
         a.send(frame(1)).unwrap();
         a.send(frame(2)).unwrap();
         b.send(frame(3)).unwrap();
-        assert_eq!(a.receive(SOON).unwrap(), frame(3));
+        assert_eq!(a.receive(SOON).unwrap().frame, frame(3));
         drop(a);
-        assert_eq!(b.receive(SOON).unwrap(), frame(1));
-        assert_eq!(b.receive(SOON).unwrap(), frame(2));
+        assert_eq!(b.receive(SOON).unwrap().frame, frame(1));
+        assert_eq!(b.receive(SOON).unwrap().frame, frame(2));
         assert_eq!(b.receive(SOON), Err(PortError::Closed));
         assert_eq!(b.send(frame(4)), Err(PortError::Closed));
     }
@@ -70,8 +79,11 @@ mod tests {
         let (mut a, mut b) = pair(1);
         a.send(frame(1)).unwrap();
         let sender = std::thread::spawn(move || a.send(frame(2)));
-        assert_eq!(b.receive(SOON).unwrap(), frame(1));
-        assert_eq!(b.receive(Duration::from_secs(5)).unwrap(), frame(2));
+        let room = Instant::now();
+        let first = b.receive(SOON).unwrap();
+        let second = b.receive(Duration::from_secs(5)).unwrap();
+        assert_eq!((first.frame, second.frame), (frame(1), frame(2)));
+        assert!(first.at <= room && room <= second.at, "a frame arrives when the link has room for it");
         sender.join().unwrap().unwrap();
     }
 
@@ -79,5 +91,6 @@ mod tests {
     fn silence_is_a_timeout() {
         let (mut a, _b) = pair(1);
         assert_eq!(a.receive(SOON), Err(PortError::Timeout { timeout: SOON }));
+        assert_eq!(a.receive(Duration::ZERO), Err(PortError::Timeout { timeout: Duration::ZERO }));
     }
 }

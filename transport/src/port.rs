@@ -1,10 +1,19 @@
 //! One end of a link between neighbours.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
 use crate::frame::{Frame, FrameError};
+
+/// A frame, and since when it could have been taken.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Arrival {
+    /// What came.
+    pub frame: Frame,
+    /// When it lay ready at the receiver's end, taken or not.
+    pub at: Instant,
+}
 
 /// An end of a link. Frames arrive whole, in the order they were sent, once each. A port holds a bounded number of
 /// frames: a sender waits while its neighbour is behind.
@@ -15,12 +24,12 @@ pub trait Port: Send {
     /// [`PortError::Closed`] when the other end is gone, [`PortError::Frame`] when the payload is over the limit.
     fn send(&mut self, frame: Frame) -> Result<(), PortError>;
 
-    /// The next frame, waiting at most `timeout`.
+    /// The next frame, waiting at most `timeout`; zero does not wait.
     ///
     /// # Errors
     /// [`PortError::Timeout`] when none came, [`PortError::Closed`] when the other end is gone and all it sent has
     /// been received.
-    fn receive(&mut self, timeout: Duration) -> Result<Frame, PortError>;
+    fn receive(&mut self, timeout: Duration) -> Result<Arrival, PortError>;
 }
 
 /// Why a port did not send or receive.

@@ -27,6 +27,7 @@ fn verbs_take_the_options_that_make_sense() {
         &["bench", "-m", "x", "--prompt-tokens", "8", "--gen-tokens", "4", "--depths", "0,512", "--reps", "2"],
         &["inspect", "x", "--json"],
         &["devices", "--json", "--no-selftest"],
+        &["trace", "run.json", "--svg", "run.svg", "--from", "0.5", "--to", "1", "--json"],
     ] {
         assert!(parse(line).unwrap().verb.is_some(), "{line:?}");
     }

@@ -3,6 +3,7 @@
 //! A repetition at depth d is one request: a prompt of d + prompt tokens, of which those after position d are timed,
 //! then the answer, greedy and not ended by the model. Ids are made up; what they are does not change the work.
 
+mod concurrency;
 mod roofline;
 
 use std::process::ExitCode;
@@ -10,15 +11,14 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use anyhow::Result;
-use pp_engine::head::{FinishReason, Head, Progress, Request};
+use pp_engine::head::{FinishReason, Head, HeadOptions, Progress, Request};
 use pp_engine::sampler::Sampling;
-use pp_engine::tokenizer::Tokenizer;
 use serde::Serialize;
 
 use crate::args::BenchArgs;
 use crate::errors::{cancelled, usage};
 use crate::output::{Out, Report, table};
-use crate::plan::{self, Plan};
+use crate::plan::{self, Plan, Wanted};
 use crate::report::{Spread, StageRow, stage_table};
 use crate::{cancel, report};
 use roofline::Roofline;
@@ -33,23 +33,31 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode> {
             return Err(usage(format!("{name} 0: expected at least 1")));
         }
     }
+    if args.requests.is_some() || !args.concurrency.is_empty() {
+        return concurrency::run(args, &out);
+    }
+    if args.live || args.trace.is_some() {
+        return Err(usage("--live and --trace go with --concurrency or --requests"));
+    }
     let deepest = args.depths.iter().copied().max().unwrap_or(0);
     let wanted = [args.prompt_tokens, args.gen_tokens, 1].into_iter().fold(deepest, usize::saturating_add);
     let checkpoint = super::open(&args.model)?;
     let tokenizer = checkpoint.tokenizer()?;
-    let plan = plan::make(checkpoint, &args.pipeline, Some(wanted))?;
+    let plan = plan::make(checkpoint, &args.pipeline, Wanted::one(Some(wanted)))?;
     if wanted > plan.options.context {
         return Err(usage(format!(
             "depth {deepest} + {} + {} tokens do not fit the context of {}",
             args.prompt_tokens, args.gen_tokens, plan.options.context
         )));
     }
-    let (mut head, load_seconds) = super::load(&plan, &out)?;
+    // Repetitions have one prompt: it must be computed every time.
+    let options = HeadOptions { prefix_cache: false, ..super::head_options(&args.pipeline) };
+    let (mut head, load_seconds) = super::load(&plan, options, tokenizer.into(), &out)?;
     let started = Instant::now();
     let mut depths = Vec::new();
     for depth in &args.depths {
         out.note(&format!("depth {depth}: 1 warm-up and {} repetitions", args.reps));
-        let bench = Bench { plan: &plan, tokenizer: &tokenizer, depth: *depth, args };
+        let bench = Bench { plan: &plan, depth: *depth, args };
         depths.push(bench.measure(&mut head)?);
     }
     let seconds = started.elapsed().as_secs_f64();
@@ -79,7 +87,6 @@ fn made_up_id(place: usize, vocab: usize) -> u32 {
 
 struct Bench<'a> {
     plan: &'a Plan,
-    tokenizer: &'a Tokenizer,
     depth: usize,
     args: &'a BenchArgs,
 }
@@ -121,10 +128,11 @@ impl Bench<'_> {
             sampling: Sampling::default(),
             stop: Vec::new(),
             stop_at_eos: false,
-            chunk: self.plan.options.chunk,
+            choices: 1,
+            deadline: None,
         };
         let (mut begin, mut end) = (Instant::now(), Instant::now());
-        let answer = head.generate(&request, self.tokenizer, cancel::flag(), &mut |progress| match progress {
+        let answer = head.generate(request, cancel::flag(), &mut |progress| match progress {
             Progress::Prefill { done, .. } if done <= from => begin = Instant::now(),
             Progress::Prefill { done, total } if done == total => end = Instant::now(),
             _ => {}

@@ -176,7 +176,8 @@ fn unsupported(checkpoint: &Checkpoint) -> Vec<String> {
         found.push(error.to_string());
         return found;
     }
-    let options = StageOptions { activations: Act::F32, kv: KvType::F16, context: 1, sequences: 1, chunk: 1 };
+    let options =
+        StageOptions { activations: Act::F32, kv: KvType::F16, context: 1, sequences: 1, kv_tokens: 1, chunk: 1 };
     let limits = pp_engine::pipeline::Device::Reference { profile: Profile::SOFTWARE }.limits();
     let whole = StageSpec::pipeline(&[checkpoint.config.layers]).remove(0);
     if let Err(error) = StageLayout::new(checkpoint, whole, options, &Profile::SOFTWARE, limits) {

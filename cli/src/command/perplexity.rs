@@ -29,7 +29,7 @@ pub fn run(args: &PerplexityArgs) -> Result<ExitCode> {
     if ids.len() < 2 {
         return Err(usage(format!("{} token(s) to score: at least 2 are needed", ids.len())));
     }
-    let plan = plan::make(checkpoint, &args.pipeline, Some(ids.len()))?;
+    let plan = plan::make(checkpoint, &args.pipeline, plan::Wanted::one(Some(ids.len())))?;
     let context = plan.options.context;
     if ids.len() > context {
         return Err(usage(format!(
@@ -38,9 +38,9 @@ pub fn run(args: &PerplexityArgs) -> Result<ExitCode> {
             ids.len()
         )));
     }
-    let (mut head, load_seconds) = super::load(&plan, &out)?;
+    let (mut head, load_seconds) = super::load(&plan, super::head_options(&args.pipeline), tokenizer.into(), &out)?;
     let started = std::time::Instant::now();
-    let mut steps = Steps::new(&out, "scored");
+    let mut steps = Steps::new(&out, "scored", "tokens");
     let total = ids.len();
     let scored =
         head.score(&ids, plan.options.chunk, TOP, cancel::flag(), &mut |done| steps.update(done.min(total), total));

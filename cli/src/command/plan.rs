@@ -15,7 +15,7 @@ use crate::report::{Widened, layer_range};
 /// Plans and tells.
 pub fn run(args: &PlanArgs) -> Result<ExitCode> {
     let out = Out::new(args.output.json, false);
-    let plan = plan::make(super::open(&args.model)?, &args.pipeline, None)?;
+    let plan = plan::make(super::open(&args.model)?, &args.pipeline, plan::Wanted::one(None))?;
     out.result(&PlanReport::new(&plan))?;
     Ok(ExitCode::SUCCESS)
 }

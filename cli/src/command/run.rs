@@ -4,23 +4,28 @@ use std::io::{self, IsTerminal, Read};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
-use pp_engine::chat_template::{ChatTemplate, Message, RenderOptions};
-use pp_engine::checkpoint::Checkpoint;
-use pp_engine::head::{Answer, FinishReason, HeadError, Progress, Request, Token};
-use pp_engine::tokenizer::{Encode, Tokenizer};
+use pp_engine::chat_template::Message;
+use pp_engine::head::{Answer, Event, FinishReason, Head, HeadError, Request, Token};
+use pp_engine::schedule::Refused;
 use serde::Serialize;
+use serde_json::{Map, Value};
 
 use crate::args::{PromptArgs, RunArgs};
-use crate::errors::{Exit, model, usage};
+use crate::errors::{Exit, usage};
 use crate::output::Out;
+use crate::output::live::Live;
 use crate::output::progress::Steps;
-use crate::plan::{self, Plan};
+use crate::plan::{self, Plan, Wanted};
+use crate::prompts::Prompts;
 use crate::report::{StageRow, stage_table};
 use crate::settings::{self, PromptSource};
 use crate::{cancel, report};
+
+/// How long the head waits for the pipe before `--live` may draw again.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Reads the prompt, answers it, and says how it went.
 pub fn run(args: &RunArgs) -> Result<ExitCode> {
@@ -30,39 +35,44 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
     let prompt = prompt(&args.prompt)?;
     let checkpoint = super::open(&args.model)?;
     let sampling = settings::sampling(&args.sampling, &checkpoint.generation, seed(), candidates)?;
-    let plan = plan::make(checkpoint.clone(), &args.pipeline, None)?;
-    let tokenizer = checkpoint.tokenizer()?;
-    let ids = encode(&checkpoint, &tokenizer, &prompt, &args.prompt, template_args)?;
+    let plan = plan::make(checkpoint.clone(), &args.pipeline, Wanted::one(None))?;
+    let prompts = Prompts::new(&checkpoint, chat_template(args.prompt.chat_template.as_deref())?)?;
+    let ids = encode(&prompts, &prompt, &args.prompt, &template_args)?;
     let context = plan.options.context;
     if ids.len() > context {
-        return Err(HeadError::PromptTooLong { tokens: ids.len(), context }.into());
+        return Err(HeadError::from(Refused::PromptTooLong { tokens: ids.len(), context }).into());
     }
-    let (mut head, load_seconds) = super::load(&plan, &out)?;
+    let (mut head, load_seconds) =
+        super::load(&plan, super::head_options(&args.pipeline), prompts.tokenizer().clone(), &out)?;
     let request = Request {
         prompt: ids,
+        choices: 1,
         max_tokens: args.sampling.max_tokens,
         sampling,
         stop: args.sampling.stop.clone(),
         stop_at_eos: true,
-        chunk: plan.options.chunk,
+        deadline: None,
     };
     let started = Instant::now();
-    let mut prefill = Steps::new(&out, "prompt");
+    let mut live = Live::new(args.live, &out);
+    let mut prefill = Steps::new(&out.quiet_if(live.is_on()), "prompt", "tokens");
     let mut broken: Option<io::Error> = None;
-    let answer = head.generate(&request, &tokenizer, cancel::flag(), &mut |progress| match progress {
-        Progress::Prefill { done, total } => {
+    prefill.update(0, request.prompt.len());
+    let answer = answer(&mut head, request.clone(), &mut live, &mut |event| match event {
+        Event::Prefill { done, total, .. } => {
             prefill.update(done, total);
             if done == total {
                 prefill.finish();
             }
         }
-        Progress::Text(piece) => {
-            if let Err(error) = out.stream(piece) {
+        Event::Text { text, .. } => {
+            if let Err(error) = out.stream(&text) {
                 // Nobody reads: the rest need not be computed.
                 broken = Some(error);
                 cancel::flag().store(true, Ordering::Relaxed);
             }
         }
+        Event::Done { .. } => {}
     });
     prefill.finish();
     let mut answer = answer?;
@@ -71,7 +81,11 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
         return Err(error.into());
     }
     out.end_stream(&answer.text)?;
+    drop(live);
     let stages = report::stages(head.pipeline());
+    if let Some(path) = &args.trace {
+        super::write_trace(&head.trace(), path)?;
+    }
     let result = RunReport::new(&plan, request, answer, stages, load_seconds, args.logprobs.is_some());
     if out.json() {
         out.object(&result)?;
@@ -79,6 +93,30 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
     out.note(&result.closing());
     let cancelled = result.finish_reason == FinishReason::Cancelled.name();
     Ok(if cancelled { ExitCode::from(Exit::Cancelled as u8) } else { ExitCode::SUCCESS })
+}
+
+/// The answer to a request, alone in the pipe; when the user wants it to end, what there is so far.
+fn answer(head: &mut Head, request: Request, live: &mut Live, say: &mut dyn FnMut(Event)) -> Result<Answer, HeadError> {
+    let id = head.submit(request)?;
+    let mut answer = None;
+    loop {
+        if let Some(answer) = answer {
+            return Ok(answer);
+        }
+        live.tick(head);
+        let mut hear = |event| match event {
+            Event::Done { answer: done, .. } => answer = Some(done),
+            event => say(event),
+        };
+        if cancel::flag().load(Ordering::Relaxed) {
+            head.cancel(id, &mut hear);
+            continue;
+        }
+        match head.turn(PATIENCE, cancel::flag(), &mut hear) {
+            Err(error) if error.is_cancelled() => {}
+            other => drop(other?),
+        }
+    }
 }
 
 fn seed() -> u64 {
@@ -105,39 +143,17 @@ pub fn read_text(path: &Path) -> Result<String> {
     settings::text(bytes, &path.display().to_string())
 }
 
-fn encode(
-    checkpoint: &Checkpoint,
-    tokenizer: &Tokenizer,
-    prompt: &str,
-    args: &PromptArgs,
-    extra: serde_json::Map<String, serde_json::Value>,
-) -> Result<Vec<u32>> {
+fn encode(prompts: &Prompts, prompt: &str, args: &PromptArgs, extra: &Map<String, Value>) -> Result<Vec<u32>> {
     if args.raw {
-        return Ok(tokenizer.encode(prompt, Encode { add_bos: true, parse_special: false })?);
+        return prompts.raw(prompt);
     }
-    let (source, origin) = match &args.chat_template {
-        Some(path) => (read_text(path)?, path.display().to_string()),
-        None => {
-            let origin = checkpoint.path.display().to_string();
-            let source = checkpoint.chat_template()?.ok_or_else(|| {
-                model(format!(
-                    "{origin} has no chat template: use --raw to continue plain text, or --chat-template FILE"
-                ))
-            })?;
-            (source, origin)
-        }
-    };
-    let template = ChatTemplate::new(&source, &origin)?;
     let system = args.system.iter().map(|text| Message::new("system", text.clone()));
-    let messages: Vec<Message> = system.chain([Message::new("user", prompt)]).collect();
-    let options = RenderOptions {
-        add_generation_prompt: true,
-        bos_token: tokenizer.bos_text(),
-        eos_token: tokenizer.eos_text(),
-        extra,
-        ..RenderOptions::default()
-    };
-    Ok(tokenizer.encode_chat(&template.render(&messages, &options)?)?)
+    prompts.chat(&system.chain([Message::new("user", prompt)]).collect::<Vec<_>>(), extra)
+}
+
+/// The template that `--chat-template` names, and its name.
+pub fn chat_template(path: Option<&Path>) -> Result<Option<(String, String)>> {
+    path.map(|path| Ok((read_text(path)?, path.display().to_string()))).transpose()
 }
 
 /// All that is known of an answer.

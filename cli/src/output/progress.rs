@@ -68,6 +68,7 @@ impl Loading {
 /// One count that rises; shown only when it takes long.
 pub struct Steps {
     what: &'static str,
+    unit: &'static str,
     started: Instant,
     bar: Option<ProgressBar>,
     terminal: bool,
@@ -75,21 +76,21 @@ pub struct Steps {
 }
 
 impl Steps {
-    /// `what` is done, for instance `prompt`.
-    pub fn new(out: &Out, what: &'static str) -> Steps {
-        Steps { what, started: Instant::now(), bar: None, terminal: on_terminal(out), line: Lines::new(out) }
+    /// `what` is done, counted in `unit`: for instance `prompt` in `tokens`.
+    pub fn new(out: &Out, what: &'static str, unit: &'static str) -> Steps {
+        Steps { what, unit, started: Instant::now(), bar: None, terminal: on_terminal(out), line: Lines::new(out) }
     }
 
-    /// `done` of `total` tokens are done.
+    /// `done` of `total` are done.
     pub fn update(&mut self, done: usize, total: usize) {
         if self.terminal && self.bar.is_none() && done < total && self.started.elapsed() > PATIENCE {
             self.bar = Some(bar(total as u64, self.what).with_elapsed(self.started.elapsed()));
         }
         if let Some(bar) = &self.bar {
             bar.set_position(done as u64);
-            bar.set_message(format!("{done} of {total} tokens"));
+            bar.set_message(format!("{done} of {total} {}", self.unit));
         }
-        self.line.say(|| format!("{}: {done} of {total} tokens", self.what));
+        self.line.say(|| format!("{}: {done} of {total} {}", self.what, self.unit));
     }
 
     /// It is done: the bar goes.

@@ -34,10 +34,19 @@ fn fitted(available: u64, context: Option<usize>) -> Result<Plan> {
         kv: KvType::F32,
         context: context.unwrap_or(8192),
         sequences: 1,
+        kv_tokens: context.unwrap_or(8192),
         chunk: 8,
     };
     let device = Device::Reference { profile: Profile::SOFTWARE };
-    fit(checkpoint, vec![2], vec![device], vec![pool], options, context.is_some(), &costs)
+    fit(
+        checkpoint,
+        vec![2],
+        vec![device],
+        vec![pool],
+        options,
+        Asked { context: context.is_some(), kv_tokens: None },
+        &costs,
+    )
 }
 
 fn bytes_at(context: usize) -> u64 {
@@ -47,10 +56,10 @@ fn bytes_at(context: usize) -> u64 {
 #[test]
 fn a_context_that_nobody_asked_for_is_lowered_to_what_fits() {
     let plan = fitted(u64::MAX, None).unwrap();
-    assert_eq!((plan.options.context, plan.context_note()), (8192, None));
+    assert_eq!((plan.options.context, plan.notes()), (8192, vec![]));
     let plan = fitted(bytes_at(2048) + 1, None).unwrap();
     assert_eq!((plan.options.context, plan.layouts[0].options.context), (2048, 2048));
-    let note = plan.context_note().unwrap();
+    let note = &plan.notes()[0];
     assert!(note.contains("2048 tokens") && note.contains("8192"), "{note}");
 }
 

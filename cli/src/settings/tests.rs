@@ -125,8 +125,8 @@ fn layers_are_counted_as_typed() {
 fn numbers_out_of_range_are_refused() {
     assert_eq!(chunk(None, 128).unwrap(), 128);
     assert_eq!(chunk(Some(7), 128).unwrap(), 7);
-    refused(chunk(Some(0), 128), "--chunk 0");
-    refused(chunk(Some(1 << 20), 128), "--chunk");
+    refused(chunk(Some(0), 128), "--max-batch-tokens 0");
+    refused(chunk(Some(1 << 20), 128), "--max-batch-tokens");
     assert_eq!(context(None, 256).unwrap(), None);
     assert_eq!(context(Some(256), 256).unwrap(), Some(256));
     refused(context(Some(257), 256), "at most 256");

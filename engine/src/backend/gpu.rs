@@ -1,27 +1,37 @@
 //! Programs on wgpu (Vulkan).
 //!
-//! One compute pass and one submission a run. Pipelines, bind groups and the buffers of a stage are made when it
-//! opens; while a run is on the device the next one is recorded, so that only small writes and the submission
-//! stand between two steps.
+//! One compute pass and one submission a run, or several where one would be long. Pipelines, bind groups and the
+//! buffers of a stage are made when it opens; while a run is on the device the next one is recorded, so that only small
+//! writes and the submission stand between two steps. Two runs may be on the device at once, each with staging buffers
+//! of its own. The queue does them in order: the uploads of the later one come after the kernels and the read-back
+//! copies of the earlier. When a run started and finished is the host's view; no clock of the device is read.
 
 pub mod adapter;
+mod forecast;
 mod pin;
 mod raw;
+mod staging;
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pp_shaders::{Access, Profile, Variant};
 
-use super::{Backend, DeviceError, DeviceLimits, OpTime, ProgramId, Run};
-use crate::program::{BufferId, Program, Shape};
+use super::in_flight::InFlight;
+use super::{Backend, Counts, DeviceError, DeviceLimits, Done, OpTime, ProgramId, RUNS_MAX, Run, Ticket};
+use crate::program::{BufferId, Op, Program, Shape};
 use adapter::Adapter;
+use forecast::{Forecast, cut};
+use staging::{Maps, Staging, ranges};
 
 /// A step that takes longer than this has lost its device.
 const STEP_TIMEOUT: Duration = Duration::from_secs(120);
 /// Weights in flight to the device before the uploader waits for it: bounds the host memory of staging.
 const UPLOAD_BYTES: usize = 32 << 20;
+/// What a submission is to take at most. Watchdogs of drivers wait two seconds and more, people notice less.
+const SUBMISSION_TARGET: Duration = Duration::from_millis(200);
 /// Largest params block; every Vulkan device takes 128 bytes.
 const IMMEDIATE_BYTES: u32 = 64;
 
@@ -38,9 +48,14 @@ pub struct Gpu {
     pipelines: HashMap<Variant, wgpu::ComputePipeline>,
     bind_groups: HashMap<BindGroupKey, wgpu::BindGroup>,
     programs: Vec<Prepared>,
-    /// Two read-back buffers, used in turn: a recorded step names the one it will use.
-    staging: [Option<wgpu::Buffer>; 2],
+    /// Used in turn: a recorded step names the read-back buffer that it will use.
+    staging: [Staging; 2],
     turn: usize,
+    in_flight: InFlight<Flight>,
+    forecast: Forecast,
+    submission_target: Duration,
+    buffers_made: Cell<u64>,
+    submissions: u64,
     recorded: Option<Recorded>,
     unsubmitted_bytes: usize,
     allocated: u64,
@@ -58,7 +73,27 @@ struct Prepared {
 struct Recorded {
     programs: Vec<(ProgramId, Shape)>,
     reads: Vec<(BufferId, usize)>,
-    commands: wgpu::CommandBuffer,
+    commands: Vec<wgpu::CommandBuffer>,
+}
+
+/// One of a run's.
+struct Dispatch<'a> {
+    program: ProgramId,
+    shape: &'a Shape,
+    op: &'a Op,
+    pipeline: &'a wgpu::ComputePipeline,
+    group: &'a wgpu::BindGroup,
+}
+
+/// A run on the device.
+struct Flight {
+    /// Programs and their work.
+    programs: Vec<(ProgramId, f64)>,
+    index: wgpu::SubmissionIndex,
+    /// Where its reads are in the read-back buffer.
+    reads: Vec<std::ops::Range<usize>>,
+    read_back: Option<wgpu::Buffer>,
+    maps: Maps,
 }
 
 impl Gpu {
@@ -71,7 +106,8 @@ impl Gpu {
         let wanted = wgpu::Features::IMMEDIATES
             | wgpu::Features::TIMESTAMP_QUERY
             | wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES
-            | wgpu::Features::SHADER_INT64;
+            | wgpu::Features::SHADER_INT64
+            | wgpu::Features::SUBGROUP;
         let (device, queue) = pollster::block_on(adapter.raw().request_device(&wgpu::DeviceDescriptor {
             label: Some("pp-run stage"),
             required_features: adapter.raw().features() & wanted,
@@ -85,6 +121,9 @@ impl Gpu {
         if adapter.is_software() {
             pin::pin_driver_threads();
         }
+        let info = adapter.raw().get_info();
+        let subgroups_of_8 = device.features().contains(wgpu::Features::SUBGROUP)
+            && (info.subgroup_min_size, info.subgroup_max_size) == (8, 8);
         let errors: Arc<Mutex<Option<DeviceError>>> = Arc::default();
         let first = errors.clone();
         device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
@@ -106,6 +145,7 @@ impl Gpu {
             name: adapter.name().to_owned(),
             profile: Profile {
                 wide: profile.wide && device.features().contains(wgpu::Features::SHADER_INT64),
+                shared: profile.shared && subgroups_of_8,
                 ..profile
             },
             limits: DeviceLimits {
@@ -120,13 +160,25 @@ impl Gpu {
             pipelines: HashMap::new(),
             bind_groups: HashMap::new(),
             programs: Vec::new(),
-            staging: [None, None],
+            staging: Default::default(),
             turn: 0,
+            in_flight: InFlight::default(),
+            forecast: Forecast::default(),
+            submission_target: SUBMISSION_TARGET,
+            buffers_made: Cell::new(0),
+            submissions: 0,
             recorded: None,
             unsubmitted_bytes: 0,
             allocated: 0,
             errors,
         })
+    }
+
+    /// Cuts runs into submissions that are forecast to take at most `target` each, where that is possible between two
+    /// dispatches. 200 ms unless told otherwise. What is computed is the same.
+    pub fn set_submission_target(&mut self, target: Duration) {
+        self.submission_target = target;
+        self.recorded = None;
     }
 
     fn failed(&self) -> Result<(), DeviceError> {
@@ -154,11 +206,27 @@ impl Gpu {
     }
 
     fn buffer(&self, label: &str, bytes: usize, usage: wgpu::BufferUsages) -> Result<wgpu::Buffer, DeviceError> {
+        self.make_buffer(label, bytes, usage, false)
+    }
+
+    /// A buffer that is mapped for the host to write.
+    fn mapped_buffer(&self, label: &str, bytes: usize, usage: wgpu::BufferUsages) -> Result<wgpu::Buffer, DeviceError> {
+        self.make_buffer(label, bytes, usage, true)
+    }
+
+    fn make_buffer(
+        &self,
+        label: &str,
+        bytes: usize,
+        usage: wgpu::BufferUsages,
+        mapped: bool,
+    ) -> Result<wgpu::Buffer, DeviceError> {
         let size = bytes.next_multiple_of(4).max(16);
         if size > self.limits.buffer_bytes {
             return Err(DeviceError::TooLarge { buffer: label.to_owned(), bytes, limit: self.limits.buffer_bytes });
         }
-        let desc = wgpu::BufferDescriptor { label: Some(label), size: size as u64, usage, mapped_at_creation: false };
+        let desc = wgpu::BufferDescriptor { label: Some(label), size: size as u64, usage, mapped_at_creation: mapped };
+        self.buffers_made.set(self.buffers_made.get() + 1);
         self.scoped(|| self.device.create_buffer(&desc)).map_err(|error| match error {
             wgpu::Error::OutOfMemory { .. } => {
                 DeviceError::OutOfMemory { buffer: label.to_owned(), bytes, allocated: self.allocated }
@@ -263,59 +331,67 @@ impl Gpu {
         group
     }
 
+    /// The commands of a run, one buffer a submission.
     fn record(
         &self,
         programs: &[(ProgramId, Shape)],
         reads: &[(BufferId, usize)],
         turn: usize,
-        times: Option<&wgpu::QuerySet>,
-    ) -> wgpu::CommandBuffer {
-        let mut encoder = self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-        {
-            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-            let mut query = 0;
-            for (id, shape) in programs {
-                let prepared = &self.programs[id.0];
-                for (op, (pipeline, group)) in prepared.program.ops.iter().zip(&prepared.ops) {
-                    if let Some(times) = times {
-                        pass.write_timestamp(times, query);
-                        query += 1;
-                    }
-                    let [x, y, z] = op.workgroups(shape);
-                    if x * y * z == 0 {
-                        continue;
-                    }
-                    pass.set_pipeline(pipeline);
-                    pass.set_bind_group(0, group, &[]);
-                    pass.set_immediates(0, &op.params_for(shape));
-                    pass.dispatch_workgroups(x, y, z);
+    ) -> Vec<wgpu::CommandBuffer> {
+        let dispatches = self.dispatches(programs);
+        let seconds =
+            dispatches.iter().map(|dispatch| self.forecast.seconds(dispatch.program, dispatch.op.work(dispatch.shape)));
+        let pieces = cut(seconds, self.submission_target.as_secs_f64());
+        let (mut commands, mut rest) = (Vec::with_capacity(pieces.len()), dispatches.as_slice());
+        for (i, count) in pieces.iter().enumerate() {
+            let (piece, others) = rest.split_at(*count);
+            rest = others;
+            let mut encoder = self.encode(piece, None);
+            if let Some(staging) = self.staging[turn].read_back.as_ref().filter(|_| i + 1 == pieces.len()) {
+                let (ranges, _) = ranges(reads.iter().map(|(_, bytes)| *bytes));
+                for ((buffer, bytes), range) in reads.iter().zip(ranges) {
+                    let (from, bytes) = (&self.buffers[buffer.0 as usize], bytes.next_multiple_of(4) as u64);
+                    encoder.copy_buffer_to_buffer(from, 0, staging, range.start as u64, bytes);
                 }
             }
-            if let Some(times) = times {
-                pass.write_timestamp(times, query);
-            }
+            commands.push(encoder.finish());
         }
-        if let Some(staging) = &self.staging[turn] {
-            let mut at = 0;
-            for (buffer, bytes) in reads {
-                let bytes = bytes.next_multiple_of(4) as u64;
-                encoder.copy_buffer_to_buffer(&self.buffers[buffer.0 as usize], 0, staging, at, bytes);
-                at += bytes;
-            }
-        }
-        encoder.finish()
+        commands
     }
 
-    fn ensure_staging(&mut self, reads: &[(BufferId, usize)]) -> Result<(), DeviceError> {
-        let bytes: usize = reads.iter().map(|(_, bytes)| bytes.next_multiple_of(4)).sum();
-        for turn in 0..2 {
-            if self.staging[turn].as_ref().is_none_or(|b| (b.size() as usize) < bytes) {
-                let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
-                self.staging[turn] = Some(self.buffer("read-back", bytes, usage)?);
-                self.recorded = None;
+    fn dispatches<'a>(&'a self, programs: &'a [(ProgramId, Shape)]) -> Vec<Dispatch<'a>> {
+        let all = programs.iter().flat_map(|(program, shape)| {
+            let prepared = &self.programs[program.0];
+            let ops = prepared.program.ops.iter().zip(&prepared.ops);
+            ops.map(|(op, (pipeline, group))| Dispatch { program: *program, shape, op, pipeline, group })
+        });
+        all.collect()
+    }
+
+    /// Dispatches in a pass of their own, with a time before each and after the last where times are wanted.
+    fn encode(&self, dispatches: &[Dispatch<'_>], times: Option<&wgpu::QuerySet>) -> wgpu::CommandEncoder {
+        let mut encoder = self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+        let mut query = 0;
+        for Dispatch { shape, op, pipeline, group, .. } in dispatches {
+            if let Some(times) = times {
+                pass.write_timestamp(times, query);
+                query += 1;
             }
+            let [x, y, z] = op.workgroups(shape);
+            if x * y * z == 0 {
+                continue;
+            }
+            pass.set_pipeline(pipeline);
+            pass.set_bind_group(0, *group, &[]);
+            pass.set_immediates(0, &op.params_for(shape));
+            pass.dispatch_workgroups(x, y, z);
         }
-        Ok(())
+        if let Some(times) = times {
+            pass.write_timestamp(times, query);
+        }
+        drop(pass);
+        encoder
     }
 
     fn wait(&mut self, index: Option<wgpu::SubmissionIndex>) -> Result<(), DeviceError> {
@@ -328,32 +404,19 @@ impl Gpu {
         }
     }
 
-    /// Reads `bytes` bytes back from a mapped read-back buffer.
-    fn map(
-        &mut self,
-        buffer: &wgpu::Buffer,
-        bytes: usize,
-        index: wgpu::SubmissionIndex,
-    ) -> Result<Vec<u8>, DeviceError> {
-        let (send, receive) = std::sync::mpsc::channel();
-        buffer.slice(..bytes as u64).map_async(wgpu::MapMode::Read, move |result| {
-            // The receiver waits below, unless the wait itself failed.
-            let _ = send.send(result);
-        });
-        self.wait(Some(index))?;
-        match receive.try_recv() {
-            Ok(Ok(())) => {}
-            Ok(Err(e)) => return Err(DeviceError::Lost { message: e.to_string() }),
-            Err(_) => return Err(DeviceError::Timeout { seconds: STEP_TIMEOUT.as_secs() }),
+    /// Waits for a run and takes what it has read.
+    fn land(&mut self, mut flight: Flight) -> Result<Vec<Vec<u8>>, DeviceError> {
+        self.wait(Some(flight.index))?;
+        if !flight.maps.are_done()? {
+            return Err(DeviceError::Lost { message: "a staging buffer was not mapped".to_owned() });
         }
-        let view = buffer
-            .slice(..bytes as u64)
-            .get_mapped_range()
-            .map_err(|e| DeviceError::Lost { message: e.to_string() })?;
-        let data = view.to_vec();
+        let Some(buffer) = flight.read_back else { return Ok(vec![Vec::new(); flight.reads.len()]) };
+        let bytes = flight.reads.last().map_or(0, |range| range.end.next_multiple_of(4));
+        let view = buffer.get_mapped_range(..bytes as u64).map_err(|e| DeviceError::Lost { message: e.to_string() })?;
+        let reads = flight.reads.iter().map(|range| view[range.clone()].to_vec()).collect();
         drop(view);
         buffer.unmap();
-        Ok(data)
+        Ok(reads)
     }
 }
 
@@ -399,39 +462,58 @@ impl Backend for Gpu {
         Ok(ProgramId(self.programs.len() - 1))
     }
 
-    fn run(&mut self, run: &Run<'_>) -> Result<Vec<Vec<u8>>, DeviceError> {
-        self.ensure_staging(run.reads)?;
+    fn submit(&mut self, run: &Run<'_>) -> Result<Ticket, DeviceError> {
+        self.in_flight.assert_room();
         let turn = self.turn;
+        self.ensure_staging(run, turn)?;
         let commands = match self.recorded.take() {
             Some(recorded) if recorded.programs == run.programs && recorded.reads == run.reads => recorded.commands,
-            _ => self.record(run.programs, run.reads, turn, None),
+            _ => self.record(run.programs, run.reads, turn),
         };
-        for (buffer, data) in run.writes {
-            self.queue.write_buffer(&self.buffers[buffer.0 as usize], 0, data);
+        let uploads = self.upload(run.writes, turn)?;
+        let (reads, bytes) = ranges(run.reads.iter().map(|(_, bytes)| *bytes));
+        let staging = &self.staging[turn];
+        let upload = staging.upload.as_ref().filter(|_| uploads.is_some());
+        let read_back = staging.read_back.clone().filter(|_| bytes > 0);
+        let submitted = Instant::now();
+        let mut commands = commands.into_iter();
+        let mut index = self.queue.submit(uploads.into_iter().chain(commands.next()));
+        self.submissions += 1;
+        for rest in commands {
+            index = self.queue.submit([rest]);
+            self.submissions += 1;
         }
-        let index = self.queue.submit([commands]);
+        let maps = Maps::ask(&self.queue, upload, read_back.as_ref().map(|buffer| (buffer, bytes)));
         self.turn = 1 - turn;
         if !run.next.is_empty() {
-            let commands = self.record(run.next, run.reads, self.turn, None);
+            let commands = self.record(run.next, run.reads, self.turn);
             self.recorded = Some(Recorded { programs: run.next.to_vec(), reads: run.reads.to_vec(), commands });
         }
-        let bytes: usize = run.reads.iter().map(|(_, bytes)| bytes.next_multiple_of(4)).sum();
-        if bytes == 0 {
-            self.wait(Some(index))?;
-            return Ok(Vec::new());
-        }
-        let staging = self.staging[turn].clone().expect("made above");
-        let all = self.map(&staging, bytes, index)?;
-        let mut at = 0;
-        let split = run.reads.iter().map(|(_, bytes)| {
-            let data = all[at..at + bytes].to_vec();
-            at += bytes.next_multiple_of(4);
-            data
-        });
-        Ok(split.collect())
+        let work = |id: &ProgramId, shape| self.programs[id.0].program.ops.iter().map(|op| op.work(shape)).sum();
+        let programs = run.programs.iter().map(|(id, shape)| (*id, work(id, shape))).collect();
+        Ok(self.in_flight.push(submitted, Flight { programs, index, reads, read_back, maps }))
+    }
+
+    /// Mesa's software driver does not return from a submission before the one ahead of it is done: what it has done
+    /// would wait for what it does next.
+    fn runs_at_once(&self) -> usize {
+        if self.is_software() { 1 } else { RUNS_MAX }
+    }
+
+    fn collect(&mut self, ticket: Ticket) -> Result<Done, DeviceError> {
+        let (started, mut flight) = self.in_flight.pop(ticket);
+        // A run that is done before anyone waits for it has taken at most the time until now.
+        let is_done = self.device.poll(wgpu::PollType::Poll).is_ok() && flight.maps.are_done().unwrap_or(false);
+        let programs = std::mem::take(&mut flight.programs);
+        let reads = self.land(flight)?;
+        let finished = Instant::now();
+        self.in_flight.finish(finished);
+        self.forecast.learn(&programs, (finished - started).as_secs_f64(), is_done);
+        Ok(Done { reads, started, finished })
     }
 
     fn time(&mut self, programs: &[(ProgramId, Shape)]) -> Result<Vec<OpTime>, DeviceError> {
+        assert!(self.in_flight.is_empty(), "dispatches are timed while nothing else runs");
         let wanted = wgpu::Features::TIMESTAMP_QUERY | wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES;
         let ops: usize = programs.iter().map(|(id, _)| self.programs[id.0].ops.len()).sum();
         if !self.device.features().contains(wanted) || ops + 1 > wgpu::QUERY_SET_MAX_QUERIES as usize {
@@ -447,13 +529,15 @@ impl Backend for Gpu {
         let resolve =
             self.buffer("timestamps", bytes, wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC)?;
         let read = self.buffer("timestamps", bytes, wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST)?;
-        let work = self.record(programs, &[], 0, Some(&queries));
-        let mut encoder = self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        let mut encoder = self.encode(&self.dispatches(programs), Some(&queries));
         encoder.resolve_query_set(&queries, 0..count, &resolve, 0);
         encoder.copy_buffer_to_buffer(&resolve, 0, &read, 0, bytes as u64);
-        let index = self.queue.submit([work, encoder.finish()]);
-        let data = self.map(&read, bytes, index)?;
-        let ticks: Vec<u64> = data.chunks_exact(8).map(|b| u64::from_le_bytes(std::array::from_fn(|i| b[i]))).collect();
+        let index = self.queue.submit([encoder.finish()]);
+        let maps = Maps::ask(&self.queue, None, Some((&read, bytes)));
+        let flight =
+            Flight { programs: Vec::new(), index, reads: ranges([bytes].into_iter()).0, read_back: Some(read), maps };
+        let ticks: Vec<u64> =
+            self.land(flight)?[0].chunks_exact(8).map(|b| u64::from_le_bytes(std::array::from_fn(|i| b[i]))).collect();
         let period = f64::from(self.queue.get_timestamp_period()) * 1e-9;
         let names = programs
             .iter()
@@ -469,5 +553,9 @@ impl Backend for Gpu {
 
     fn allocated_bytes(&self) -> u64 {
         self.allocated
+    }
+
+    fn counts(&self) -> Counts {
+        Counts { buffers: self.buffers_made.get(), submissions: self.submissions }
     }
 }

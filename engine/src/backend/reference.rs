@@ -1,25 +1,43 @@
 //! Programs on the kernels' twins: slow, exact, and without any device.
 
 use std::cell::RefCell;
+use std::time::Instant;
 
 use pp_shaders::{Profile, reference};
 
-use super::{Backend, DeviceError, DeviceLimits, OpTime, ProgramId, Run};
+use super::in_flight::InFlight;
+use super::{Backend, Counts, DeviceError, DeviceLimits, Done, OpTime, ProgramId, Run, Ticket};
 use crate::program::{BufferId, Program, Shape};
 
-/// Buffers of 32-bit words in host memory.
+/// Buffers of 32-bit words in host memory. A run is done when it is collected.
 pub struct Reference {
     profile: Profile,
     limits: DeviceLimits,
     buffers: Vec<RefCell<Vec<u32>>>,
     programs: Vec<Program>,
+    in_flight: InFlight<Waiting>,
+    submissions: u64,
+}
+
+/// A run that was not begun.
+struct Waiting {
+    programs: Vec<(ProgramId, Shape)>,
+    writes: Vec<(BufferId, Vec<u8>)>,
+    reads: Vec<(BufferId, usize)>,
 }
 
 impl Reference {
     /// A backend that lays its work out as `profile` would, with bindings of at most `binding_bytes`.
     pub fn new(profile: Profile, binding_bytes: usize) -> Reference {
         let limits = DeviceLimits { binding_bytes, buffer_bytes: binding_bytes };
-        Reference { profile, limits, buffers: Vec::new(), programs: Vec::new() }
+        Reference {
+            profile,
+            limits,
+            buffers: Vec::new(),
+            programs: Vec::new(),
+            in_flight: InFlight::default(),
+            submissions: 0,
+        }
     }
 
     fn execute(&self, program: &Program, shape: &Shape) {
@@ -65,17 +83,32 @@ impl Backend for Reference {
         Ok(ProgramId(self.programs.len() - 1))
     }
 
-    fn run(&mut self, run: &Run<'_>) -> Result<Vec<Vec<u8>>, DeviceError> {
-        for (buffer, data) in run.writes {
+    fn submit(&mut self, run: &Run<'_>) -> Result<Ticket, DeviceError> {
+        self.submissions += 1;
+        let waiting = Waiting {
+            programs: run.programs.to_vec(),
+            writes: run.writes.iter().map(|(buffer, data)| (*buffer, data.to_vec())).collect(),
+            reads: run.reads.to_vec(),
+        };
+        Ok(self.in_flight.push(Instant::now(), waiting))
+    }
+
+    fn collect(&mut self, ticket: Ticket) -> Result<Done, DeviceError> {
+        let (_, run) = self.in_flight.pop(ticket);
+        let started = Instant::now();
+        for (buffer, data) in &run.writes {
             self.write(*buffer, 0, data)?;
         }
-        for (id, shape) in run.programs {
+        for (id, shape) in &run.programs {
             self.execute(&self.programs[id.0], shape);
         }
         let read = |(buffer, bytes): &(BufferId, usize)| {
             bytemuck::cast_slice(self.buffers[buffer.0 as usize].borrow().as_slice())[..*bytes].to_vec()
         };
-        Ok(run.reads.iter().map(read).collect())
+        let reads = run.reads.iter().map(read).collect();
+        let finished = Instant::now();
+        self.in_flight.finish(finished);
+        Ok(Done { reads, started, finished })
     }
 
     fn time(&mut self, _programs: &[(ProgramId, Shape)]) -> Result<Vec<OpTime>, DeviceError> {
@@ -88,5 +121,9 @@ impl Backend for Reference {
 
     fn allocated_bytes(&self) -> u64 {
         self.buffers.iter().map(|words| 4 * words.borrow().len() as u64).sum()
+    }
+
+    fn counts(&self) -> Counts {
+        Counts { buffers: self.buffers.len() as u64, submissions: self.submissions }
     }
 }

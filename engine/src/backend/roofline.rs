@@ -55,10 +55,7 @@ impl Work {
         Work {
             weight_bytes: op.weight_bytes,
             operations: op.operations * u64::from(tokens),
-            int8: matches!(
-                op.variant.kernel,
-                Kernel::MatvecQ8 | Kernel::MatvecSwiGluQ8 | Kernel::MatmulQ8 | Kernel::MatmulTileQ8
-            ),
+            int8: matches!(op.variant.kernel, Kernel::MatvecQ8 | Kernel::MatvecSwiGluQ8 | Kernel::MatmulTileQ8),
         }
     }
 }

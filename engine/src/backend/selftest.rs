@@ -78,6 +78,7 @@ fn dispatch(backend: &mut dyn Backend, case: &Case) -> Result<Vec<Vec<u32>>, Dev
         note: "self-test".to_owned(),
         weight_bytes: 0,
         operations: 0,
+        split_operations: 0,
     };
     let program = backend.prepare(Program { ops: vec![op] })?;
     let writes: Vec<(BufferId, &[u8])> =

@@ -1,9 +1,12 @@
 //! What a stage can run on.
 
+use std::time::Duration;
+
 use pp_shaders::Profile;
 
 use crate::backend::gpu::Gpu;
 use crate::backend::gpu::adapter::Adapter;
+use crate::backend::paced::Paced;
 use crate::backend::reference::Reference;
 use crate::backend::{Backend, DeviceError, DeviceLimits};
 
@@ -24,6 +27,16 @@ pub enum Device {
         /// Sizes that programs are laid out for.
         profile: Profile,
     },
+    /// Nothing: a micro-batch takes `alpha` and `beta` for each token, and its results are made up. For tests and
+    /// measurements of everything around the devices.
+    Paced {
+        /// Time of a micro-batch.
+        alpha: Duration,
+        /// Time of each of its tokens.
+        beta: Duration,
+        /// Sizes that programs are laid out for.
+        profile: Profile,
+    },
 }
 
 impl Device {
@@ -32,6 +45,7 @@ impl Device {
         match self {
             Device::Gpu { adapter, .. } => adapter.name().to_owned(),
             Device::Reference { .. } => "reference (twins on the CPU)".to_owned(),
+            Device::Paced { .. } => "paced (computes nothing)".to_owned(),
         }
     }
 
@@ -40,13 +54,14 @@ impl Device {
         match self {
             Device::Gpu { adapter, .. } => adapter.id().to_owned(),
             Device::Reference { .. } => "reference".to_owned(),
+            Device::Paced { .. } => "paced".to_owned(),
         }
     }
 
     /// Sizes of workgroups and tiles.
     pub fn profile(&self) -> &Profile {
         match self {
-            Device::Gpu { profile, .. } | Device::Reference { profile } => profile,
+            Device::Gpu { profile, .. } | Device::Reference { profile } | Device::Paced { profile, .. } => profile,
         }
     }
 
@@ -60,7 +75,9 @@ impl Device {
                     buffer_bytes: limits.max_buffer_size as usize,
                 }
             }
-            Device::Reference { .. } => DeviceLimits { binding_bytes: 1 << 30, buffer_bytes: 1 << 30 },
+            Device::Reference { .. } | Device::Paced { .. } => {
+                DeviceLimits { binding_bytes: 1 << 30, buffer_bytes: 1 << 30 }
+            }
         }
     }
 
@@ -68,7 +85,7 @@ impl Device {
     pub fn memory_bytes(&self) -> Option<u64> {
         match self {
             Device::Gpu { adapter, .. } => adapter.memory_bytes(),
-            Device::Reference { .. } => None,
+            Device::Reference { .. } | Device::Paced { .. } => None,
         }
     }
 
@@ -80,6 +97,7 @@ impl Device {
         Ok(match self {
             Device::Gpu { adapter, profile, checked } => Box::new(Gpu::open(adapter, *profile, *checked)?),
             Device::Reference { profile } => Box::new(Reference::new(*profile, self.limits().binding_bytes)),
+            Device::Paced { alpha, beta, profile } => Box::new(Paced::new(*alpha, *beta, *profile, self.limits())),
         })
     }
 }

@@ -6,7 +6,7 @@
 use bytemuck::bytes_of;
 use pp_shaders::params::{self, ADD_BIAS, ADD_TO_Y};
 use pp_shaders::profile::{Product, TOP_K_CHUNK};
-use pp_shaders::{Act, BLOCK, Kernel, KvType, Profile, Variant};
+use pp_shaders::{Act, BLOCK, Kernel, KvType, Profile, SPLIT, Variant};
 
 use super::{BufferId, Count, Grid, Op, Program};
 
@@ -148,6 +148,10 @@ pub struct WorkBuffers {
     pub logits: BufferId,
     pub best: BufferId,
     pub stats: BufferId,
+    /// What is done to logits before top-k, and what comes of it for the raw ones.
+    pub edits: BufferId,
+    pub raw_logits: BufferId,
+    pub raw_stats: BufferId,
     pub result: BufferId,
     /// Stands where a kernel binds something that it will not touch.
     pub nothing: BufferId,
@@ -240,7 +244,14 @@ impl<'a> Ops<'a> {
             note,
             weight_bytes,
             operations,
+            split_operations: 0,
         });
+    }
+
+    /// The dispatch that was pushed last attends with so many heads.
+    fn attends(&mut self, heads: usize) {
+        let op = self.program.ops.last_mut().expect("a dispatch was pushed");
+        op.split_operations = (4 * heads * self.dims.head_dim * SPLIT) as u64;
     }
 
     /// x = rows of the embedding.
@@ -389,6 +400,7 @@ impl<'a> Ops<'a> {
             let buffers = vec![w.q, kv.keys, kv.values, w.tokens, w.pages, words, scales];
             let grid = Grid::Splits { x: kv.kv_heads as u32 * group / heads };
             self.push(variant.clone(), bytes_of(&self.decode_params(kv)), buffers, grid, "attention", 0, 0);
+            self.attends(kv.kv_heads * group as usize);
         }
         true
     }
@@ -401,6 +413,7 @@ impl<'a> Ops<'a> {
             let buffers = vec![w.q, kv.keys, kv.values, w.tokens, w.pages, w.part_out, w.part_stat];
             let grid = Grid::Splits { x: kv.kv_heads as u32 * group / heads };
             self.push(variant, bytes_of(&self.decode_params(kv)), buffers, grid, "attention", 0, 0);
+            self.attends(kv.kv_heads * group as usize);
         }
         for act in self.acts(consumer) {
             let [words, scales] = w.act.of(act);
@@ -434,6 +447,7 @@ impl<'a> Ops<'a> {
             let buffers = vec![w.q, kv.keys, kv.values, w.tokens, w.pages, w.tiles, w.attention];
             let grid = Grid::Tiles { heads: (kv.kv_heads * group) as u32 };
             self.push(variant, bytes_of(&params), buffers, grid, "attention", 0, 0);
+            self.attends(kv.kv_heads * group);
         }
         for act in self.acts(consumer) {
             let [words, scales] = w.act.of(act);
@@ -478,16 +492,38 @@ impl<'a> Ops<'a> {
         w.act
     }
 
-    /// result = the best candidates of each row of logits, with its log-sum-exp.
-    pub fn top_k(&mut self) {
+    /// raw_stats = shares of the log-sum-exp of each row of logits; then logits = edited logits, raw_logits = what they
+    /// were.
+    pub fn edit_logits(&mut self) {
         let w = self.work;
-        let chunks = (self.dims.vocab as u32).div_ceil(TOP_K_CHUNK);
-        let params = params::TopK { tokens: 0, vocab: self.dims.vocab as u32, chunks };
+        let params = self.top_k_params();
+        let (variant, grid) = (self.profile.top_k(Kernel::LseChunk), Grid::Chunks { chunks: params.chunks });
+        self.push(variant, bytes_of(&params), vec![w.logits, w.raw_stats], grid, "log-sum-exp of chunks", 0, 0);
+        let params = params::EditLogits { tokens: 0, zero: 0 };
+        let grid = Grid::Rows { workgroups: 1, tokens: self.profile.flat };
+        let outputs = std::mem::replace(&mut self.count, Count::Edits);
+        let buffers = vec![w.edits, w.logits, w.raw_logits];
+        self.push(self.profile.edit_logits(), bytes_of(&params), buffers, grid, "edits", 0, 0);
+        self.count = outputs;
+    }
+
+    fn top_k_params(&self) -> params::TopK {
+        let vocab = self.dims.vocab as u32;
+        params::TopK { tokens: 0, vocab, chunks: vocab.div_ceil(TOP_K_CHUNK) }
+    }
+
+    /// result = the best candidates of each row of logits, with its log-sum-exps; that of the raw logits from
+    /// raw_stats where they were `edited`.
+    pub fn top_k(&mut self, edited: bool) {
+        let w = self.work;
+        let params = self.top_k_params();
+        let chunks = params.chunks;
         let variant = self.profile.top_k(Kernel::TopkChunk);
         let buffers = vec![w.logits, w.outputs, w.best, w.stats];
         self.push(variant, bytes_of(&params), buffers, Grid::Chunks { chunks }, "top-k of chunks", 0, 0);
         let variant = self.profile.top_k(Kernel::TopkMerge);
-        let buffers = vec![w.logits, w.outputs, w.best, w.stats, w.result];
+        let raw_stats = if edited { w.raw_stats } else { w.stats };
+        let buffers = vec![w.logits, w.outputs, w.best, w.stats, raw_stats, w.result];
         self.push(variant, bytes_of(&params), buffers, Grid::Each, "top-k", 0, 0);
     }
 

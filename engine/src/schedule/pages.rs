@@ -201,6 +201,27 @@ impl Pages {
         }
     }
 
+    /// The number of the latest contents; later ones have larger numbers.
+    pub fn latest(&self) -> u64 {
+        self.serials
+    }
+
+    /// Forgets the contents that were named after `serial`: they were never computed.
+    pub fn forget_after(&mut self, serial: u64) {
+        for page in 0..self.pages.len() as u32 {
+            let p = &self.pages[page as usize];
+            if p.content.is_none() || p.serial <= serial {
+                continue;
+            }
+            self.forget(page);
+            let p = &self.pages[page as usize];
+            if p.holders == 0 {
+                self.idle.remove(&p.idle_since);
+                self.free.push(page);
+            }
+        }
+    }
+
     fn name(&mut self, page: u32, content: Content) -> u64 {
         self.serials += 1;
         let p = &mut self.pages[page as usize];
@@ -322,6 +343,20 @@ mod tests {
     }
 
     #[test]
+    fn what_was_never_computed_is_forgotten() {
+        let mut pages = Pages::new(8, true);
+        let (a, _) = run(&mut pages, &tokens(64));
+        let known = pages.latest();
+        let others: Vec<u32> = (1000..1064).collect();
+        let (b, _) = run(&mut pages, &others);
+        pages.release(b, &others);
+        pages.forget_after(known);
+        assert_eq!((pages.begin(&others).1, pages.available()), (0, 6));
+        pages.release(a, &tokens(64));
+        assert_eq!(pages.begin(&tokens(65)).1, 64);
+    }
+
+    #[test]
     fn without_a_cache_nothing_is_remembered() {
         let mut pages = Pages::new(4, false);
         let (a, _) = run(&mut pages, &tokens(64));
@@ -361,7 +396,7 @@ mod tests {
                         }
                     }
                 }
-                let mut places = vec![0u32; 24];
+                let mut places = [0u32; 24];
                 pages.free.iter().chain(pages.idle.values()).for_each(|page| places[*page as usize] += 1);
                 for (page, place) in places.iter_mut().enumerate() {
                     let held = live.iter().flatten().filter(|(t, _)| t.pages.contains(&(page as u32))).count() as u32;

@@ -60,8 +60,8 @@ pub struct Load {
     cancels: BTreeMap<Nanos, Vec<usize>>,
     ids: BTreeMap<RequestId, usize>,
     outcomes: Vec<Outcome>,
-    /// (tokens, attended, when sent) of the micro-batches in flight.
-    in_flight: VecDeque<(usize, usize, Nanos)>,
+    /// (tokens, attended) of the micro-batches in flight.
+    in_flight: VecDeque<(usize, f64)>,
     vocab: u32,
     /// One draw in so many is undecided at first; 0: none.
     pub undecided: u64,
@@ -181,7 +181,7 @@ impl Source for Load {
         if let Next::Send(batch) = &next {
             let tokens = batch.parts.iter().map(|part| part.ids.len()).sum();
             let seen = batch.parts.iter().map(|part| attended(part.start, part.ids.len())).sum();
-            self.in_flight.push_back((tokens, seen, now));
+            self.in_flight.push_back((tokens, seen));
             for part in &batch.parts {
                 if let Some(index) = self.ids.get(&part.choice.request) {
                     let waited = now.saturating_sub(self.requests[*index].at);
@@ -195,7 +195,7 @@ impl Source for Load {
     }
 
     fn answered(&mut self, now: Nanos, results: &[u64], seconds: &[f64]) {
-        let (tokens, seen, _) = self.in_flight.pop_front().expect("a micro-batch was sent");
+        let (tokens, seen) = self.in_flight.pop_front().expect("a micro-batch was sent");
         self.scheduler.measured(tokens, seen, seconds, 0.0);
         let choices = self.scheduler.answered();
         assert_eq!(choices.len(), results.len(), "a result for every draw");

@@ -1,5 +1,5 @@
 use std::cell::RefCell;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
 
@@ -12,7 +12,7 @@ use crate::schedule::{Choice, Limits, Part, RequestId, Scheduler};
 const SECOND: f64 = 1e9;
 
 fn stage(alpha: f64, beta: f64) -> StageCost {
-    StageCost { alpha, beta, gamma: 0.0 }
+    StageCost { alpha, beta, attention: 0.0 }
 }
 
 /// Micro-batches of these tokens, all there at once.
@@ -96,7 +96,7 @@ proptest! {
         let mut pipe = Pipe::of(stages.iter().map(|(t, _, _)| stage(ms(*t), 0.0)).collect());
         pipe.hops = stages
             .iter()
-            .map(|(_, s, l)| HopCost { latency: ms(*l), seconds_per_token: ms(*s), jitter: 0.0 })
+            .map(|(_, s, l)| HopCost { latency: ms(*l), seconds_per_token: ms(*s) })
             .collect();
         pipe.credits = batches + 1;
         let (seconds, _) = makespan(&pipe, std::iter::repeat_n(1, batches));
@@ -166,7 +166,7 @@ fn t4_t5_the_ring() {
     }
     for (latency, serial) in [(0.004, 0.0), (0.010, 0.002), (0.001, 0.02)] {
         let mut pipe = Pipe::of(vec![stage(0.01, 0.0); 4]);
-        pipe.hops = vec![HopCost { latency, seconds_per_token: serial, jitter: 0.0 }; 4];
+        pipe.hops = vec![HopCost { latency, seconds_per_token: serial }; 4];
         let around = 4.0 * (0.01 + latency + serial);
         let slowest = serial.max(0.01);
         for groups in 1..=14usize {
@@ -239,10 +239,11 @@ fn t10_credits_and_random_delays() {
         let mut pipe = Pipe::of((0..stages).map(|_| stage(random.unit() * 0.01, random.unit() * 1e-3)).collect());
         pipe.credits = random.between(1, 4);
         pipe.stall = 0.05;
+        pipe.jitter = 0.02;
         pipe.sampling = 1e-4;
         pipe.seed = seed;
         for hop in &mut pipe.hops {
-            *hop = HopCost { latency: random.unit() * 0.02, seconds_per_token: random.unit() * 1e-3, jitter: 0.02 };
+            *hop = HopCost { latency: random.unit() * 0.02, seconds_per_token: random.unit() * 1e-3 };
         }
         let load = Distribution {
             requests: 30,
@@ -268,8 +269,11 @@ fn t10_credits_and_random_delays() {
     }
 }
 
+/// Tokens by (stages, prompt, tokens).
+type Answers = HashMap<(usize, Vec<u32>, usize), Vec<u32>>;
+
 thread_local! {
-    static ALONE: RefCell<std::collections::HashMap<(usize, Vec<u32>, usize), Vec<u32>>> = RefCell::default();
+    static ALONE: RefCell<Answers> = RefCell::default();
 }
 
 fn alone(stages: usize, prompt: &[u32], output: usize, vocab: u32) -> Vec<u32> {
@@ -291,16 +295,17 @@ fn soak(seed: u64, hours: f64) {
             .map(|_| StageCost {
                 alpha: 0.02 + 0.1 * random.unit(),
                 beta: 0.01 * random.unit(),
-                gamma: 1e-5 * random.unit(),
+                attention: 5e-6 * random.unit(),
             })
             .collect(),
     );
     pipe.credits = random.between(1, 9);
     pipe.stall = 2.0 * random.unit();
+    pipe.jitter = 0.1;
     pipe.sampling = 0.01 * random.unit();
     pipe.seed = seed;
     for hop in &mut pipe.hops {
-        *hop = HopCost { latency: 0.05 * random.unit(), seconds_per_token: 1e-3 * random.unit(), jitter: 0.1 };
+        *hop = HopCost { latency: 0.05 * random.unit(), seconds_per_token: 1e-3 * random.unit() };
     }
     let limits = Limits {
         stages,

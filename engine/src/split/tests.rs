@@ -74,6 +74,7 @@ fn brute_force(costs: &Costs, stages: usize) -> u64 {
 }
 
 proptest! {
+    /// T7, memory limits apart (`memory.rs` of the command line looks at those).
     #[test]
     fn auto_is_as_good_as_brute_force(layers in prop::collection::vec(1u64..100, 4..12), first in 0u64..300, last in 0u64..300, stages in 1usize..=4) {
         let costs = Costs { layers, first, last };
@@ -90,6 +91,7 @@ proptest! {
         prop_assert_eq!(largest, brute_force(&costs, stages));
     }
 
+    /// T17 at plan time.
     #[test]
     fn ratios_cover_every_layer_once(ratios in prop::collection::vec(0.01f64..100.0, 1..6), layers in 6usize..100) {
         let counts = apportion(&ratios, layers);
@@ -101,4 +103,23 @@ proptest! {
     fn any_text_is_a_split_or_an_error(text in ".*") {
         let _ = Split::parse(&text);
     }
+}
+
+/// T17: stages that leave a layer out, hold one twice or stand in another order are refused.
+#[test]
+fn stages_hold_every_layer_once() {
+    use crate::layout::StageSpec;
+    let good = StageSpec::pipeline(&[9, 8, 8, 8]);
+    assert!(StageSpec::check_cover(&good, 33).is_ok());
+    let refused = |change: fn(&mut Vec<StageSpec>), layers: usize| {
+        let mut specs = good.clone();
+        change(&mut specs);
+        StageSpec::check_cover(&specs, layers).unwrap_err().to_string()
+    };
+    assert!(refused(|_| {}, 34).contains("layer 33 of 34 is next"));
+    assert!(refused(|_| {}, 32).contains("of 32"));
+    assert!(refused(|s| s[1].layers = 10..17, 33).contains("stage 1 holds layers 10..17 where layer 9"));
+    assert!(refused(|s| s[1].layers = 8..17, 33).contains("stage 1"));
+    assert!(refused(|s| s.swap(1, 2), 33).contains("stage 1"));
+    assert!(refused(|s| s[3].layers = 25..25, 33).contains("stage 3"));
 }

@@ -52,7 +52,6 @@ fn products(call: &Call, p: &params::Matmul) -> Vec<Vec<f32>> {
     let (act, lanes) = match call.variant.kernel {
         Kernel::MatvecQ8 | Kernel::MatvecSwiGluQ8 => (Act::Q8, 1),
         Kernel::MatvecF32 | Kernel::MatvecSwiGluF32 => (Act::F32, 1),
-        Kernel::MatmulQ8 => (Act::Q8, call.constant("LANES") * call.constant("COLS")),
         Kernel::MatmulF32 => (Act::F32, call.constant("LANES") * call.constant("COLS")),
         Kernel::MatmulTileQ8 => (Act::Q8, call.constant("TILE")),
         other => unreachable!("{other:?} is no matrix product"),

@@ -5,7 +5,7 @@ use std::process::Output;
 use super::{PROMPT, copied, model, no_vulkan, patch, program, run, run_with_stdin, stderr};
 use crate::support::data;
 
-const USAGE: i32 = 2;
+pub(super) const USAGE: i32 = 2;
 const DEVICE: i32 = 3;
 const MODEL: i32 = 4;
 
@@ -25,7 +25,7 @@ fn check(output: &Output, exit: i32, wanted: &[&str]) {
 
 /// With --json as well: errors are never on stdout.
 #[track_caller]
-fn refused(arguments: &[&str], exit: i32, wanted: &[&str]) {
+pub(super) fn refused(arguments: &[&str], exit: i32, wanted: &[&str]) {
     check(&run(arguments), exit, wanted);
     check(&run(&[arguments, &["--json"]].concat()), exit, wanted);
 }

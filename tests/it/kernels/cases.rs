@@ -6,7 +6,7 @@ use pp_engine::checkpoint::DType;
 use pp_engine::program::{Grid, Shape};
 use pp_engine::quant::{Packed, device_format, row_blocks};
 use pp_shaders::profile::{HEAD_DIMS, Product, TOP_K, TOP_K_CHUNK};
-use pp_shaders::{Act, Format, Kernel, KvType, PAGE, Profile, SPLIT, Variant, params, reference};
+use pp_shaders::{Act, Edit, Format, Kernel, KvType, PAGE, Profile, SPLIT, Variant, params, reference};
 
 /// How an output may differ.
 #[derive(Clone, Debug)]
@@ -82,6 +82,7 @@ fn half_to_f64(bits: u16) -> f64 {
 }
 
 /// One dispatch with its inputs.
+#[derive(Clone)]
 pub struct Case {
     pub name: String,
     pub variant: Variant,
@@ -225,6 +226,10 @@ pub fn all(profile: &Profile) -> Vec<Case> {
     }
     for vocab in [384, 49152, 151_936] {
         top_k(&mut cases, &mut random, profile, vocab);
+    }
+    // The last: about as many edits as a step may have.
+    for (vocab, count) in [(384, 1), (5000, 700), (151_936, 32_000)] {
+        edits(&mut cases, &mut random, profile, vocab, count);
     }
     cases
 }
@@ -428,7 +433,8 @@ fn attention(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, kv: 
         };
         let (keys, values) = (cache(random), cache(random));
         let q: Vec<u32> = (0..count * heads * dim).map(|_| (random.float() / (dim as f32).sqrt()).to_bits()).collect();
-        let shape = Shape { tokens: count as u32, tiles: (tiles.len() / 4) as u32, splits: splits as u32, outputs: 0 };
+        let shape =
+            Shape { tokens: count as u32, tiles: (tiles.len() / 4) as u32, splits: splits as u32, ..Shape::default() };
         let name = |kernel: &str| format!("{kernel} {kv:?} head {dim}, {kv_heads} kv heads of {group}");
         let (heads_u, kv_u, first_u, here_u) = (heads as u32, kv_heads as u32, first_kv as u32, here as u32);
 
@@ -594,9 +600,82 @@ fn top_k(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, vocab: u
         name: format!("topk_merge of {vocab}"),
         variant: profile.top_k(Kernel::TopkMerge),
         params: bytes(&p),
-        buffers: vec![logits, outputs, best, stats, vec![0; 2 * 3 * (k_max + 2)]],
+        buffers: vec![logits, outputs, best, stats.clone(), stats, vec![0; 2 * 3 * (k_max + 2)]],
         grid: Grid::Each,
         shape,
-        outputs: vec![(4, Compare::TopK)],
+        outputs: vec![(5, Compare::TopK)],
     });
+}
+
+/// Edits of two rows, some of which ban; then top-k of what they leave, with the log-sum-exp of what there was.
+fn edits(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, vocab: usize, count: usize) {
+    let (rows, k_max) = (2, TOP_K as usize);
+    let chunks = vocab.div_ceil(TOP_K_CHUNK as usize);
+    // All of the first chunk of the second row is banned where that is not all there is.
+    let banned = if chunks > 1 { vocab..vocab + TOP_K_CHUNK as usize } else { 0..0 };
+    let mut logits: Vec<u32> = (0..rows * vocab).map(|_| (12.0 * random.float()).to_bits()).collect();
+    logits[banned.clone()].fill(f32::NEG_INFINITY.to_bits());
+    let mut places: Vec<usize> = (0..rows * vocab).collect();
+    (0..count).for_each(|i| places.swap(i, i + random.below(rows * vocab - i)));
+    let mut edits = Vec::new();
+    for place in &places[..count] {
+        let bias =
+            [0.0, 5.0 * random.float(), 100.0, -100.0, -1e30, 1e30, f32::NEG_INFINITY, f32::MIN][random.below(8)];
+        let repetition = [1.0, 1.0 + random.float().abs(), 1.0 / 3.0, 1e3, 1e-3][random.below(5)];
+        let subtract = [0.0, 3.0 * random.float(), 1e30][random.below(3)];
+        let edit = Edit { place: *place as u32, bias, repetition, reciprocal: 1.0 / repetition, subtract };
+        edits.extend([Edit::NONE, edit]);
+    }
+    let words = |edits: &[Edit]| bytemuck::cast_slice(edits).to_vec();
+    let p = params::TopK { tokens: rows as u32, vocab: vocab as u32, chunks: chunks as u32 };
+    let shape = Shape { tokens: rows as u32, ..Shape::default() };
+    let lse = Case {
+        name: format!("lse_chunk of {vocab}"),
+        variant: profile.top_k(Kernel::LseChunk),
+        params: bytes(&p),
+        buffers: vec![logits.clone(), vec![0; 4 * rows * chunks]],
+        grid: Grid::Chunks { chunks: chunks as u32 },
+        shape,
+        outputs: vec![(1, Compare::Relative(1e-5))],
+    };
+    let edit = Case {
+        name: format!("edit_logits, {} of {vocab}", edits.len()),
+        variant: profile.edit_logits(),
+        params: bytes(&params::EditLogits { tokens: 0, zero: 0 }),
+        buffers: vec![words(&edits), logits, vec![7; edits.len()]],
+        grid: Grid::Rows { workgroups: 1, tokens: profile.flat },
+        shape: Shape { tokens: edits.len() as u32, ..shape },
+        outputs: vec![(1, Compare::Equal), (2, Compare::Equal)],
+    };
+    let after = |case: &Case, tokens: u32, buffer: usize| {
+        let buffers: Vec<RefCell<Vec<u32>>> = case.buffers.iter().cloned().map(RefCell::new).collect();
+        let params: Vec<u8> = [&tokens.to_le_bytes()[..], &case.params[4..]].concat();
+        reference::run(&case.variant, &params, &buffers.iter().collect::<Vec<_>>());
+        buffers[buffer].borrow().clone()
+    };
+    let (raw_stats, edited) = (after(&lse, rows as u32, 1), after(&edit, edits.len() as u32, 1));
+    let outputs: Vec<u32> =
+        (0..rows).flat_map(|_| [0, random.below(vocab) as u32, 1.25f32.to_bits(), k_max as u32]).collect();
+    let chunk = Case {
+        name: format!("topk_chunk of {vocab}, edited"),
+        variant: profile.top_k(Kernel::TopkChunk),
+        params: bytes(&p),
+        buffers: vec![edited, outputs, vec![0; 2 * rows * chunks * k_max], vec![0; 4 * rows * chunks]],
+        grid: Grid::Chunks { chunks: chunks as u32 },
+        shape,
+        outputs: vec![(2, Compare::Equal), (3, Compare::Relative(1e-5))],
+    };
+    let [best, stats] = [2, 3].map(|buffer| after(&chunk, rows as u32, buffer));
+    let mut buffers = chunk.buffers[..2].to_vec();
+    buffers.extend([best, stats, raw_stats, vec![0; 2 * rows * (k_max + 2)]]);
+    let merge = Case {
+        name: format!("topk_merge of {vocab}, edited"),
+        variant: profile.top_k(Kernel::TopkMerge),
+        params: bytes(&p),
+        buffers,
+        grid: Grid::Each,
+        shape,
+        outputs: vec![(5, Compare::TopK)],
+    };
+    cases.extend([lse, edit, chunk, merge]);
 }

@@ -12,7 +12,6 @@ use pp_engine::backend::roofline::{Roofline as Rates, Work};
 use pp_engine::layout::StageLayout;
 use pp_engine::message::{OutputRequest, Span, Step};
 use pp_engine::pipeline::Device;
-use pp_engine::program::Count;
 use pp_engine::stage::Stage;
 use pp_engine::{PAGE, backend::OpTime};
 use serde::Serialize;
@@ -146,8 +145,14 @@ impl Timed<'_> {
         let layout = self.stage.layout();
         let (vocab, hidden, first) = (layout.dims.vocab, layout.dims.hidden, layout.spec.is_first());
         let new_pages = (start.div_ceil(PAGE) as u32..(start + tokens).div_ceil(PAGE) as u32).collect();
-        let output =
-            OutputRequest { row: tokens as u32 - 1, target: 0, top_k: 1, inverse_temperature: 1.0, whole_row: false };
+        let output = OutputRequest {
+            row: tokens as u32 - 1,
+            target: 0,
+            top_k: 1,
+            inverse_temperature: 1.0,
+            whole_row: false,
+            edits: Vec::new(),
+        };
         let ids = (start..start + tokens).map(|i| super::made_up_id(i, vocab)).collect();
         let step = Step {
             spans: vec![Span { sequence: 1, start: start as u32, count: tokens as u32, new_pages }],
@@ -181,8 +186,7 @@ impl Timed<'_> {
         for time in &best {
             let (id, shape) = programs[time.op.0];
             let op = &self.stage.program(id).ops[time.op.1];
-            let count = if op.count == Count::Tokens { shape.tokens } else { shape.outputs };
-            self.add(rows, &op.variant.label(), &role(&op.note), time.seconds, Work::of(op, count));
+            self.add(rows, &op.variant.label(), &role(&op.note), time.seconds, Work::of(op, op.count(&shape)));
         }
         Ok(true)
     }

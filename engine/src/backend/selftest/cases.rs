@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use bytemuck::bytes_of;
 use half::f16;
 use pp_shaders::profile::{TOP_K, TOP_K_CHUNK};
-use pp_shaders::{Act, Format, Kernel, KvType, PAGE, Profile, SPLIT, Variant, params, reference};
+use pp_shaders::{Act, Edit, Format, Kernel, KvType, PAGE, Profile, SPLIT, Variant, params, reference};
 
 use super::Compare;
 use crate::checkpoint::DType;
@@ -45,6 +45,7 @@ pub(super) fn all(profile: &Profile) -> Vec<Case> {
     cases.extend(activations_of(&mut random, profile));
     cases.extend(attention(&mut random, profile));
     cases.extend(top_k(&mut random, profile));
+    cases.extend(edits(&mut random, profile));
     cases
 }
 
@@ -328,12 +329,43 @@ fn top_k(random: &mut Random, profile: &Profile) -> [Case; 2] {
     let merge = Case {
         variant: profile.top_k(Kernel::TopkMerge),
         params: p,
-        buffers: vec![logits, outputs, best, stats, vec![0; 2 * (k_max + 2)]],
+        buffers: vec![logits, outputs, best, stats.clone(), stats, vec![0; 2 * (k_max + 2)]],
         grid: Grid::Each,
         shape: tokens_only(1),
-        outputs: vec![(4, Compare::TopK)],
+        outputs: vec![(5, Compare::TopK)],
     };
     [chunk, merge]
+}
+
+/// Edits of logits, and the log-sum-exp that is taken before them.
+fn edits(random: &mut Random, profile: &Profile) -> [Case; 2] {
+    let vocab = TOP_K_CHUNK as usize + 900;
+    let chunks = vocab.div_ceil(TOP_K_CHUNK as usize) as u32;
+    let logits: Vec<u32> = (0..vocab).map(|_| (12.0 * random.float()).to_bits()).collect();
+    let edits = (0..vocab as u32).step_by(37).map(|place| {
+        let repetition = 1.5 + random.float();
+        let (bias, subtract) = (9.0 * random.float(), random.float());
+        Edit { place, bias, repetition, reciprocal: 1.0 / repetition, subtract }
+    });
+    let edits: Vec<Edit> = edits.collect();
+    let p = params::TopK { tokens: 0, vocab: vocab as u32, chunks };
+    let lse = Case {
+        variant: profile.top_k(Kernel::LseChunk),
+        params: bytes_of(&p).to_vec(),
+        buffers: vec![logits.clone(), vec![0; 4 * chunks as usize]],
+        grid: Grid::Chunks { chunks },
+        shape: tokens_only(1),
+        outputs: vec![(1, Compare::Relative(1e-5))],
+    };
+    let edit = Case {
+        variant: profile.edit_logits(),
+        params: bytes_of(&params::EditLogits { tokens: 0, zero: 0 }).to_vec(),
+        buffers: vec![bytemuck::cast_slice(&edits).to_vec(), logits, vec![0; edits.len()]],
+        grid: Grid::Rows { workgroups: 1, tokens: profile.flat },
+        shape: tokens_only(edits.len()),
+        outputs: vec![(1, Compare::Equal), (2, Compare::Equal)],
+    };
+    [lse, edit]
 }
 
 fn tokens_only(tokens: usize) -> Shape {

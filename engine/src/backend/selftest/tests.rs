@@ -4,7 +4,7 @@ use pp_shaders::Profile;
 use pp_shaders::registry::KERNELS;
 
 use super::*;
-use crate::backend::{DeviceLimits, OpTime, ProgramId};
+use crate::backend::{Counts, DeviceLimits, Done, OpTime, ProgramId, Ticket};
 use crate::program::Shape;
 
 /// The twins, but one bit of what is read back after run `wrong` is another.
@@ -33,14 +33,17 @@ impl Backend for Faulty {
     fn prepare(&mut self, program: Program) -> Result<ProgramId, DeviceError> {
         self.inner.prepare(program)
     }
-    fn run(&mut self, run: &Run<'_>) -> Result<Vec<Vec<u8>>, DeviceError> {
-        let mut data = self.inner.run(run)?;
+    fn submit(&mut self, run: &Run<'_>) -> Result<Ticket, DeviceError> {
+        self.inner.submit(run)
+    }
+    fn collect(&mut self, ticket: Ticket) -> Result<Done, DeviceError> {
+        let mut done = self.inner.collect(ticket)?;
         if self.runs == self.wrong {
-            let most = data[0].len() - 1;
-            data[0][most] ^= 0x40;
+            let most = done.reads[0].len() - 1;
+            done.reads[0][most] ^= 0x40;
         }
         self.runs += 1;
-        Ok(data)
+        Ok(done)
     }
     fn time(&mut self, programs: &[(ProgramId, Shape)]) -> Result<Vec<OpTime>, DeviceError> {
         self.inner.time(programs)
@@ -50,6 +53,9 @@ impl Backend for Faulty {
     }
     fn allocated_bytes(&self) -> u64 {
         self.inner.allocated_bytes()
+    }
+    fn counts(&self) -> Counts {
+        self.inner.counts()
     }
 }
 

@@ -1,0 +1,455 @@
+//! Answers a file of requests, as many at a time as fit the pipe.
+//!
+//! Answers are appended as they are complete, a line each, and pushed to the disk's cache at once. A later run with the
+//! same files goes on where this one ended: it reads which lines have an answer, and cuts off half a line at the end.
+
+use std::collections::{HashMap, VecDeque};
+use std::fs::{File, OpenOptions};
+use std::io::{Seek, SeekFrom, Write};
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use pp_engine::head::{Answer, Event, Head, HeadError, Request, Token};
+use pp_engine::sampler::Sampling;
+use pp_engine::schedule::{Refused, RequestId};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::args::{BatchArgs, SamplingArgs};
+use crate::errors::{Exit, usage};
+use crate::output::live::Live;
+use crate::output::progress::Steps;
+use crate::output::{Out, Report};
+use crate::plan::{self, Wanted};
+use crate::prompts::Prompts;
+use crate::report::{StageRow, stage_table};
+use crate::requests::{self, RequestLine};
+use crate::settings;
+use crate::{cancel, report};
+
+/// Sequences at once where nothing was typed.
+const SEQUENCES: usize = 16;
+/// What every line of answers begins with.
+const LINE_BEGIN: &[u8] = b"{\"line\":";
+/// How long the head waits for the pipe before it looks whether it should stop.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// Answers every line that has no answer yet.
+pub fn run(args: &BatchArgs) -> Result<ExitCode> {
+    let out = Out::new(args.output.json, args.quiet);
+    let done = Done::read(&args.out)?;
+    let checkpoint = super::open(&args.model)?;
+    let template = super::run::chat_template(args.chat_template.as_deref())?;
+    let prompts = Prompts::new(&checkpoint, template)?;
+    let defaults = settings::sampling(&args.sampling, &checkpoint.generation, 0, 0)?;
+    let vocab = checkpoint.config.vocab;
+    let mut lines = Vec::new();
+    for line in requests::open(&args.file)? {
+        let (number, text) = line?;
+        let parsed = text.and_then(|text| RequestLine::parse(&text));
+        let id = parsed.as_ref().ok().and_then(|line| line.id.clone());
+        if !done.has(number, id.as_ref()) {
+            let job = parsed.and_then(|line| job(&line, &prompts, &defaults, &args.sampling, vocab));
+            lines.push(Line { number, id, job });
+        }
+    }
+    let total = lines.len() + done.lines.len();
+    let jobs = || lines.iter().filter_map(|line| line.job.as_ref().ok());
+    let answers = jobs().map(|job| job.request.choices as usize).sum::<usize>();
+    let wanted = Wanted { context: jobs().map(Job::positions).max(), sequences: answers.clamp(1, SEQUENCES) };
+    if !done.lines.is_empty() {
+        out.note(&format!("{} of {total} lines have an answer in {} already", done.lines.len(), args.out.display()));
+    }
+    let plan = plan::make(checkpoint, &args.pipeline, wanted)?;
+    let file = done.open(&args.out)?;
+    let (mut head, load_seconds) =
+        super::load(&plan, super::head_options(&args.pipeline), prompts.tokenizer().clone(), &out)?;
+    let started = Instant::now();
+    let live = Live::new(args.live, &out);
+    let mut batch = Batch {
+        file,
+        path: &args.out,
+        bar: Steps::new(&out.quiet_if(live.is_on()), "answered", "lines"),
+        live,
+        total,
+        answered: total - lines.len(),
+        report: BatchReport { lines: total, ..BatchReport::default() },
+        running: HashMap::new(),
+    };
+    let cancelled = batch.answer(lines, &mut head)?;
+    batch.bar.finish();
+    drop(batch.live);
+    let seconds = started.elapsed().as_secs_f64();
+    if let Some(path) = &args.trace {
+        super::write_trace(&head.trace(), path)?;
+    }
+    out.result(&BatchReport {
+        seconds,
+        load_seconds,
+        out: args.out.display().to_string(),
+        left: total - batch.answered,
+        stages: report::stages(head.pipeline()),
+        tokens_per_s: batch.report.tokens as f64 / seconds.max(1e-9),
+        ..batch.report
+    })?;
+    Ok(if cancelled { ExitCode::from(Exit::Cancelled as u8) } else { ExitCode::SUCCESS })
+}
+
+/// A line to answer.
+struct Line {
+    number: usize,
+    id: Option<Value>,
+    job: Result<Job, String>,
+}
+
+struct Job {
+    request: Request,
+    logprobs: bool,
+}
+
+impl Job {
+    /// Positions that it may take.
+    fn positions(&self) -> usize {
+        self.request.prompt.len().saturating_add(self.request.max_tokens)
+    }
+}
+
+fn job(
+    line: &RequestLine,
+    prompts: &Prompts,
+    defaults: &Sampling,
+    options: &SamplingArgs,
+    vocab: usize,
+) -> Result<Job, String> {
+    let sampling = line.sampling(defaults, vocab)?;
+    let ids = match (&line.prompt, line.conversation()) {
+        (Some(prompt), None) if line.raw => prompts.raw(prompt),
+        (Some(prompt), None) => {
+            let message = pp_engine::chat_template::Message::new("user", prompt.clone());
+            prompts.chat(&[message], &line.template_args)
+        }
+        (None, Some(messages)) if !line.raw => prompts.chat(&messages, &line.template_args),
+        (None, Some(_)) => return Err("raw goes with prompt, not with messages".to_owned()),
+        (Some(_), Some(_)) => return Err("give prompt or messages, not both".to_owned()),
+        (None, None) => return Err("prompt or messages are missing".to_owned()),
+    };
+    let request = Request {
+        prompt: ids.map_err(|error| format!("{error:#}"))?,
+        choices: line.n.unwrap_or(1),
+        max_tokens: line.max_tokens.unwrap_or(options.max_tokens),
+        sampling,
+        stop: if line.stop.is_some() { line.stop_texts() } else { options.stop.clone() },
+        stop_at_eos: true,
+        deadline: line.deadline_seconds.map(Duration::from_secs_f64),
+    };
+    Ok(Job { request, logprobs: line.candidates().is_some() })
+}
+
+/// What a file of answers holds.
+#[derive(Default)]
+struct Done {
+    lines: HashMap<usize, Option<Value>>,
+    /// Bytes of whole lines.
+    bytes: u64,
+}
+
+impl Done {
+    fn read(path: &Path) -> Result<Done> {
+        #[derive(Deserialize)]
+        struct Key {
+            line: usize,
+            #[serde(default)]
+            id: Option<Value>,
+        }
+        let text = match std::fs::read(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Done::default()),
+            Err(error) => return Err(usage(format!("cannot read {}: {error}", path.display()))),
+        };
+        let mut done = Done::default();
+        for line in text.split_inclusive(|byte| *byte == b'\n') {
+            if line.last() != Some(&b'\n') && is_begun(line) {
+                break;
+            }
+            let key: Key = serde_json::from_slice(line).map_err(|error| {
+                usage(format!(
+                    "{} is not a file of answers ({error} in its line {}): give another -o, or move it away",
+                    path.display(),
+                    done.lines.len() + 1
+                ))
+            })?;
+            done.lines.insert(key.line, key.id.filter(|id| !id.is_null()));
+            done.bytes += line.len() as u64;
+        }
+        Ok(done)
+    }
+
+    fn has(&self, number: usize, id: Option<&Value>) -> bool {
+        self.lines.get(&number).is_some_and(|known| known.as_ref() == id.filter(|id| !id.is_null()))
+    }
+
+    /// The file, ready to be appended to.
+    fn open(&self, path: &Path) -> Result<File> {
+        let open = || -> std::io::Result<File> {
+            let mut file = OpenOptions::new().create(true).truncate(false).write(true).open(path)?;
+            file.set_len(self.bytes)?;
+            file.seek(SeekFrom::End(0))?;
+            Ok(file)
+        };
+        open().map_err(|error| usage(format!("cannot write {}: {error}", path.display())))
+    }
+}
+
+/// Whether bytes may be the beginning of an answer.
+fn is_begun(bytes: &[u8]) -> bool {
+    let begin = &LINE_BEGIN[..LINE_BEGIN.len().min(bytes.len())];
+    bytes.starts_with(begin)
+}
+
+struct Batch<'a> {
+    file: File,
+    path: &'a Path,
+    bar: Steps,
+    live: Live,
+    total: usize,
+    answered: usize,
+    report: BatchReport,
+    running: HashMap<RequestId, Pending>,
+}
+
+struct Pending {
+    line: usize,
+    id: Option<Value>,
+    logprobs: bool,
+    choices: Vec<Option<Answer>>,
+}
+
+impl Batch<'_> {
+    /// Answers lines until there are no more, or the user wants it to end: true then.
+    fn answer(&mut self, lines: Vec<Line>, head: &mut Head) -> Result<bool> {
+        let mut lines: VecDeque<Line> = lines.into();
+        self.bar.update(self.answered, self.total);
+        while !lines.is_empty() || !self.running.is_empty() {
+            if cancel::flag().load(Ordering::Relaxed) {
+                return Ok(true);
+            }
+            while let Some(line) = lines.pop_front() {
+                if let Some(line) = self.submit(line, head)? {
+                    lines.push_front(line);
+                    break;
+                }
+            }
+            self.live.tick(head);
+            let mut ended = Vec::new();
+            let turn = head.turn(PATIENCE, cancel::flag(), &mut |event| {
+                if let Event::Done { choice, answer } = event {
+                    ended.push((choice, answer));
+                }
+            });
+            for (choice, answer) in ended {
+                let Some(pending) = self.running.get_mut(&choice.request) else { continue };
+                pending.choices[choice.index as usize] = Some(answer);
+                if pending.choices.iter().all(Option::is_some) {
+                    let pending = self.running.remove(&choice.request).expect("it was there");
+                    self.write_answer(pending)?;
+                }
+            }
+            match turn {
+                Err(error) if error.is_cancelled() => return Ok(true),
+                other => drop(other?),
+            }
+        }
+        Ok(false)
+    }
+
+    /// Gives a line to the head; gives it back where the head is busy.
+    fn submit(&mut self, line: Line, head: &mut Head) -> Result<Option<Line>> {
+        let Line { number, id, job } = line;
+        let job = match job {
+            Ok(job) => job,
+            Err(message) => return self.write_error(number, id, &message).map(|()| None),
+        };
+        // A few wait beside those that run; the rest stays here.
+        let status = head.status();
+        if status.waiting >= head.scheduler().limits().sequences {
+            return Ok(Some(Line { number, id, job: Ok(job) }));
+        }
+        match head.submit(job.request.clone()) {
+            Ok(request) => {
+                let choices = vec![None; job.request.choices.max(1) as usize];
+                self.running.insert(request, Pending { line: number, id, logprobs: job.logprobs, choices });
+                Ok(None)
+            }
+            Err(HeadError::Refused(Refused::Busy { .. })) => Ok(Some(Line { number, id, job: Ok(job) })),
+            Err(error @ (HeadError::Refused(_) | HeadError::NoSuchToken { .. })) => {
+                self.write_error(number, id, &error.to_string()).map(|()| None)
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn write_answer(&mut self, pending: Pending) -> Result<()> {
+        let answers: Vec<Answer> = pending.choices.into_iter().flatten().collect();
+        let rows: Vec<ChoiceRow> =
+            answers.iter().enumerate().map(|(index, answer)| ChoiceRow::of(index, answer, pending.logprobs)).collect();
+        let completion_tokens: usize = answers.iter().map(|answer| answer.tokens.len()).sum();
+        let times = answers[0].timings;
+        self.report.answers += 1;
+        self.report.tokens += completion_tokens;
+        self.report.prompt_tokens += answers[0].prompt_tokens;
+        self.report.cached_tokens += answers[0].cached_tokens;
+        let several = rows.len() > 1;
+        let mut rows = rows.into_iter();
+        let first = rows.next().expect("at least one answer");
+        let line = AnswerLine {
+            line: pending.line,
+            id: pending.id,
+            usage: Usage {
+                prompt_tokens: answers[0].prompt_tokens,
+                completion_tokens,
+                total_tokens: answers[0].prompt_tokens + completion_tokens,
+                cached_tokens: answers[0].cached_tokens,
+            },
+            timings: Timings {
+                first_token_seconds: times.first_token_seconds,
+                decode_seconds: times.decode_seconds,
+                total_seconds: answers.iter().map(|answer| answer.timings.total_seconds).fold(0.0, f64::max),
+            },
+            choices: several.then(|| std::iter::once(first.clone()).chain(rows).collect()),
+            first,
+        };
+        self.write(&line)
+    }
+
+    fn write_error(&mut self, line: usize, id: Option<Value>, message: &str) -> Result<()> {
+        self.report.errors += 1;
+        self.write(&ErrorLine { line, id, error: ErrorRow { message, kind: "invalid_request_error" } })
+    }
+
+    fn write(&mut self, line: &impl Serialize) -> Result<()> {
+        let mut bytes = serde_json::to_vec(line)?;
+        bytes.push(b'\n');
+        self.file.write_all(&bytes).with_context(|| format!("cannot write {}", self.path.display()))?;
+        self.answered += 1;
+        self.bar.update(self.answered, self.total);
+        Ok(())
+    }
+}
+
+/// An answer as it is written.
+#[derive(Debug, Serialize)]
+struct AnswerLine {
+    line: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<Value>,
+    #[serde(flatten)]
+    first: ChoiceRow,
+    /// All answers, where several were asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    choices: Option<Vec<ChoiceRow>>,
+    usage: Usage,
+    timings: Timings,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct ChoiceRow {
+    index: usize,
+    tokens: Vec<u32>,
+    text: String,
+    finish_reason: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    logprobs: Option<Vec<TokenRow>>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct TokenRow {
+    id: u32,
+    logprob: Option<f32>,
+    top: Vec<(u32, f32)>,
+}
+
+impl ChoiceRow {
+    fn of(index: usize, answer: &Answer, logprobs: bool) -> ChoiceRow {
+        let row = |token: &Token| TokenRow { id: token.id, logprob: token.logprob, top: token.candidates.clone() };
+        ChoiceRow {
+            index,
+            tokens: answer.tokens.iter().map(|token| token.id).collect(),
+            text: answer.text.clone(),
+            finish_reason: answer.finish_reason.name(),
+            logprobs: logprobs.then(|| answer.tokens.iter().map(row).collect()),
+        }
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Usage {
+    prompt_tokens: usize,
+    completion_tokens: usize,
+    total_tokens: usize,
+    cached_tokens: usize,
+}
+
+#[derive(Debug, Serialize)]
+struct Timings {
+    first_token_seconds: f64,
+    decode_seconds: f64,
+    total_seconds: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct ErrorLine<'a> {
+    line: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<Value>,
+    error: ErrorRow<'a>,
+}
+
+#[derive(Debug, Serialize)]
+struct ErrorRow<'a> {
+    message: &'a str,
+    #[serde(rename = "type")]
+    kind: &'a str,
+}
+
+/// What became of the file.
+#[derive(Debug, Default, Serialize)]
+struct BatchReport {
+    out: String,
+    /// Lines with a request.
+    lines: usize,
+    /// Answered in this run.
+    answers: usize,
+    /// Lines that got an error, in this run.
+    errors: usize,
+    /// Lines without an answer.
+    left: usize,
+    prompt_tokens: usize,
+    cached_tokens: usize,
+    tokens: usize,
+    seconds: f64,
+    load_seconds: f64,
+    tokens_per_s: f64,
+    stages: Vec<StageRow>,
+}
+
+impl Report for BatchReport {
+    fn text(&self) -> String {
+        let errors = if self.errors > 0 { format!(", {} errors", self.errors) } else { String::new() };
+        let left =
+            if self.left > 0 { format!(", {} left: run the same command again", self.left) } else { String::new() };
+        format!(
+            "{}\n{}: {} answers{errors}{left}; {} prompt tokens ({} cached), {} tokens in {:.1} s: {:.1} tokens/s",
+            stage_table(&self.stages, self.seconds),
+            self.out,
+            self.answers,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.tokens,
+            self.seconds,
+            self.tokens_per_s
+        )
+    }
+}

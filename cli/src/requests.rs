@@ -1,0 +1,306 @@
+//! Requests as JSON, one a line, with the names of OpenAI's API; what `batch` answers and `bench` replays.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+
+use anyhow::Result;
+use pp_engine::chat_template::Message;
+use pp_engine::sampler::Sampling;
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::{Map, Value};
+
+use crate::errors::usage;
+
+/// Bytes of a line at most.
+const LINE_BYTES_MAX: usize = 32 << 20;
+/// Tokens that a bias may be given for.
+const BIASES_MAX: usize = 4096;
+
+/// A request.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RequestLine {
+    /// The caller's name for it.
+    pub id: Option<Value>,
+    /// A text to answer; with `raw` to continue.
+    pub prompt: Option<String>,
+    /// A conversation to go on with.
+    pub messages: Option<Vec<ChatMessage>>,
+    /// Continue `prompt` as plain text, without a chat template.
+    pub raw: bool,
+    /// In place of a prompt: so many made-up tokens (`bench` and `sim`).
+    pub prompt_tokens: Option<usize>,
+    /// Tokens of an answer at most.
+    #[serde(alias = "max_completion_tokens")]
+    pub max_tokens: Option<usize>,
+    /// As the options of the same names.
+    pub temperature: Option<f32>,
+    /// As the options of the same names.
+    pub top_p: Option<f32>,
+    /// As the options of the same names.
+    pub top_k: Option<u32>,
+    /// As the options of the same names.
+    pub min_p: Option<f32>,
+    /// As the options of the same names.
+    pub presence_penalty: Option<f32>,
+    /// As the options of the same names.
+    pub frequency_penalty: Option<f32>,
+    /// As `--repeat-penalty`.
+    #[serde(alias = "repeat_penalty")]
+    pub repetition_penalty: Option<f32>,
+    /// Added to the logits of tokens, by id.
+    pub logit_bias: Map<String, Value>,
+    /// Whether, or how many candidates of each token are wanted with their log-probabilities.
+    pub logprobs: Option<Logprobs>,
+    /// With `logprobs: true`: how many.
+    pub top_logprobs: Option<u32>,
+    /// Answers wanted.
+    pub n: Option<u32>,
+    /// Start of the random numbers.
+    pub seed: Option<u64>,
+    /// Texts that end an answer.
+    pub stop: Option<Stop>,
+    /// When it comes, in milliseconds from the start (`bench` and `sim`).
+    pub arrival_ms: Option<f64>,
+    /// Seconds after which it is given up.
+    pub deadline_seconds: Option<f64>,
+    /// More variables for the chat template.
+    pub template_args: Map<String, Value>,
+    model: Option<IgnoredAny>,
+    user: Option<IgnoredAny>,
+    stream: Option<IgnoredAny>,
+}
+
+/// One message of a conversation.
+#[derive(Debug, Deserialize)]
+pub struct ChatMessage {
+    role: String,
+    content: String,
+}
+
+/// `logprobs`
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub enum Logprobs {
+    /// Of the chat API.
+    Wanted(bool),
+    /// Of the completions API.
+    Count(u32),
+}
+
+/// `stop`
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub enum Stop {
+    /// One text.
+    One(String),
+    /// Several.
+    Several(Vec<String>),
+}
+
+impl RequestLine {
+    /// Of one line.
+    ///
+    /// # Errors
+    /// What is wrong with it, and where.
+    pub fn parse(line: &str) -> Result<RequestLine, String> {
+        serde_json::from_str(line).map_err(|error| error.to_string())
+    }
+
+    /// The conversation, if it is one.
+    pub fn conversation(&self) -> Option<Vec<Message>> {
+        let messages = self.messages.as_ref()?;
+        Some(messages.iter().map(|m| Message::new(m.role.clone(), m.content.clone())).collect())
+    }
+
+    /// Texts that end an answer.
+    pub fn stop_texts(&self) -> Vec<String> {
+        match &self.stop {
+            None => Vec::new(),
+            Some(Stop::One(text)) => vec![text.clone()],
+            Some(Stop::Several(texts)) => texts.clone(),
+        }
+    }
+
+    /// Candidates wanted with each token; none without log-probabilities.
+    pub fn candidates(&self) -> Option<u32> {
+        match self.logprobs {
+            Some(Logprobs::Count(count)) => Some(count),
+            Some(Logprobs::Wanted(true)) => Some(self.top_logprobs.unwrap_or(0)),
+            Some(Logprobs::Wanted(false)) | None => self.top_logprobs,
+        }
+    }
+
+    /// `defaults` with what the line says.
+    ///
+    /// # Errors
+    /// Names the field that is out of range.
+    pub fn sampling(&self, defaults: &Sampling, vocab: usize) -> Result<Sampling, String> {
+        let mut logit_bias = Vec::with_capacity(self.logit_bias.len().min(BIASES_MAX));
+        if self.logit_bias.len() > BIASES_MAX {
+            return Err(format!("logit_bias names {} tokens, at most {BIASES_MAX} may be", self.logit_bias.len()));
+        }
+        for (id, bias) in &self.logit_bias {
+            let token = id.parse::<u32>().ok().filter(|token| (*token as usize) < vocab);
+            let token = token.ok_or_else(|| format!("logit_bias: {id:?} is no token id below {vocab}"))?;
+            let bias = bias.as_f64().filter(|bias| bias.is_finite());
+            let bias = bias.ok_or_else(|| format!("logit_bias of token {token} is not a number"))?;
+            logit_bias.push((token, bias as f32));
+        }
+        logit_bias.sort_by_key(|(token, _)| *token);
+        logit_bias.dedup_by_key(|(token, _)| *token);
+        let sampling = Sampling {
+            temperature: self.temperature.unwrap_or(defaults.temperature),
+            top_k: self.top_k.unwrap_or(defaults.top_k),
+            top_p: self.top_p.unwrap_or(defaults.top_p),
+            min_p: self.min_p.unwrap_or(defaults.min_p),
+            logit_bias,
+            repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
+            presence_penalty: self.presence_penalty.unwrap_or(defaults.presence_penalty),
+            frequency_penalty: self.frequency_penalty.unwrap_or(defaults.frequency_penalty),
+            seed: self.seed.unwrap_or(defaults.seed),
+            candidates: self.candidates().unwrap_or(0),
+        };
+        let s = &sampling;
+        let finite =
+            |name: &str, value: f32| if value.is_finite() { Ok(()) } else { Err(format!("{name} is not a number")) };
+        let range = |name: &str, ok: bool, expected: &str| {
+            if ok { Ok(()) } else { Err(format!("{name}: expected {expected}")) }
+        };
+        finite("presence_penalty", s.presence_penalty)?;
+        finite("frequency_penalty", s.frequency_penalty)?;
+        range("temperature", s.temperature.is_finite() && s.temperature >= 0.0, "0 or more")?;
+        range("top_p", s.top_p > 0.0 && s.top_p <= 1.0, "more than 0 and at most 1")?;
+        range("min_p", (0.0..=1.0).contains(&s.min_p), "0 to 1")?;
+        range("repetition_penalty", s.repetition_penalty.is_finite() && s.repetition_penalty > 0.0, "more than 0")?;
+        range("logprobs", s.candidates <= 64, "0 to 64")?;
+        range("n", self.n != Some(0), "at least 1")?;
+        range("max_tokens", self.max_tokens != Some(0), "at least 1")?;
+        range("stop", !self.stop_texts().iter().any(String::is_empty), "texts that are not empty")?;
+        range("arrival_ms", self.arrival_ms.is_none_or(|ms| (0.0..1e12).contains(&ms)), "0 or more milliseconds")?;
+        let deadline = self.deadline_seconds.is_none_or(|seconds| seconds > 0.0 && seconds < 1e9);
+        range("deadline_seconds", deadline, "more than 0")?;
+        Ok(sampling)
+    }
+}
+
+/// The lines of a file, each with its number, from 1; empty ones are left out.
+///
+/// # Errors
+/// When it cannot be opened; later ones when it cannot be read on.
+pub fn open(path: &Path) -> Result<impl Iterator<Item = Result<(usize, Result<String, String>)>>> {
+    let unread = |error: std::io::Error| usage(format!("cannot read {}: {error}", path.display()));
+    let file = File::open(path).map_err(unread)?;
+    Ok(Lines::new(BufReader::new(file)).map(move |line| line.map_err(unread)))
+}
+
+/// The lines of a file: each with its number, from 1; empty ones are left out. A line that is too long or no UTF-8 is
+/// an error of its own, and the next one follows.
+struct Lines<R> {
+    reader: R,
+    number: usize,
+}
+
+impl<R: BufRead> Lines<R> {
+    /// Lines of `reader`.
+    fn new(reader: R) -> Lines<R> {
+        Lines { reader, number: 0 }
+    }
+
+    fn line(&mut self) -> std::io::Result<Option<Result<String, String>>> {
+        let mut line = Vec::new();
+        let read = (&mut self.reader).take(LINE_BYTES_MAX as u64).read_until(b'\n', &mut line)?;
+        if read == 0 {
+            return Ok(None);
+        }
+        self.number += 1;
+        if read == LINE_BYTES_MAX && line.last() != Some(&b'\n') {
+            // The rest of it, without keeping it.
+            loop {
+                let buffer = self.reader.fill_buf()?;
+                if buffer.is_empty() {
+                    break;
+                }
+                let end = buffer.iter().position(|byte| *byte == b'\n');
+                let used = end.map_or(buffer.len(), |at| at + 1);
+                self.reader.consume(used);
+                if end.is_some() {
+                    break;
+                }
+            }
+            return Ok(Some(Err(format!("the line is longer than {LINE_BYTES_MAX} bytes"))));
+        }
+        let text = String::from_utf8(line).map_err(|error| {
+            format!("the line is not valid UTF-8 at byte {} (counted from 0)", error.utf8_error().valid_up_to())
+        });
+        Ok(Some(text))
+    }
+}
+
+impl<R: BufRead> Iterator for Lines<R> {
+    type Item = std::io::Result<(usize, Result<String, String>)>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        loop {
+            match self.line() {
+                Ok(None) => return None,
+                Ok(Some(Ok(text))) if text.trim().is_empty() => {}
+                Ok(Some(line)) => return Some(Ok((self.number, line))),
+                Err(error) => return Some(Err(error)),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(line: &str) -> String {
+        match RequestLine::parse(line) {
+            Err(message) => message,
+            Ok(request) => request.sampling(&Sampling::default(), 100).expect_err(line),
+        }
+    }
+
+    #[test]
+    fn a_line_has_openai_s_names() {
+        let line = r#"{"id": 7, "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 5, "top_k": 3,
+            "logit_bias": {"9": -100, "3": 2.5}, "logprobs": true, "top_logprobs": 2, "n": 2, "stop": "x", "model": "m"}"#;
+        let request = RequestLine::parse(line).unwrap();
+        let sampling = request.sampling(&Sampling { temperature: 0.5, ..Sampling::default() }, 100).unwrap();
+        assert_eq!((sampling.temperature, sampling.top_k, sampling.candidates), (0.5, 3, 2));
+        assert_eq!(sampling.logit_bias, [(3, 2.5), (9, -100.0)]);
+        assert_eq!((request.max_tokens, request.n, request.stop_texts()), (Some(5), Some(2), vec!["x".to_owned()]));
+        assert_eq!(request.conversation().unwrap().len(), 1);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let check = |line: &str, part: &str| assert!(refused(line).contains(part), "{}", refused(line));
+        check(r#"{"prompt": "a", "temprature": 1}"#, "temprature");
+        check(r#"{"prompt": 5}"#, "expected a string");
+        check(r#"{"prompt": "a""#, "EOF");
+        check(r#"{"temperature": -1}"#, "temperature: expected 0 or more");
+        check(r#"{"top_p": 0}"#, "top_p");
+        check(r#"{"n": 0}"#, "n: expected at least 1");
+        check(r#"{"logit_bias": {"100": 1}}"#, "\"100\" is no token id below 100");
+        check(r#"{"logit_bias": {"1": "x"}}"#, "not a number");
+        check(r#"{"stop": [""]}"#, "stop");
+    }
+
+    #[test]
+    fn lines_are_numbered_and_bad_ones_do_not_end_them() {
+        let text: &[u8] = b"a\n\n \xff\nb";
+        let lines: Vec<_> = Lines::new(text).map(|line| line.unwrap()).collect();
+        let numbers: Vec<_> = lines.iter().map(|(number, text)| (*number, text.is_ok())).collect();
+        assert_eq!(numbers, [(1, true), (3, false), (4, true)]);
+        let mut long = vec![b'x'; LINE_BYTES_MAX + 10];
+        long.extend(b"\nnext\n");
+        let lines: Vec<_> = Lines::new(&long[..]).map(|line| line.unwrap().1).collect();
+        assert!(lines[0].as_ref().unwrap_err().contains("longer") && lines[1].as_ref().unwrap() == "next\n");
+        assert_eq!(lines.len(), 2);
+    }
+}

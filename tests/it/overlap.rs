@@ -1,0 +1,307 @@
+//! Two micro-batches on a device at once: the same results as one after the other, nothing made on the way, and a worker
+//! that keeps its device so.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use pp_engine::backend::gpu::Gpu;
+use pp_engine::backend::reference::Reference;
+use pp_engine::backend::{Backend, Counts, DeviceError, DeviceLimits, Done, OpTime, ProgramId, Run, Ticket};
+use pp_engine::checkpoint::Checkpoint;
+use pp_engine::layout::{StageLayout, StageOptions, StageSpec};
+use pp_engine::message::{self, OutputRequest, Span, Step};
+use pp_engine::pipeline::Device;
+use pp_engine::program::{BufferId, Program, Shape};
+use pp_engine::stage::{Stage, StageOutput};
+use pp_engine::trace::{Recorder, StageSpan};
+use pp_engine::worker::{self, Counters, WorkerError};
+use pp_shaders::{PAGE, Profile};
+use pp_transport::local::pair;
+use pp_transport::{Frame, FrameHeader, Port, PortError};
+
+use crate::support::{adapter, checkpoint, exact, gpu, twins};
+
+const CONTEXT: usize = 128;
+const PROMPT: u32 = 20;
+
+/// The stages of a pipeline of two over `device`, for two sequences.
+fn two_stages(checkpoint: &Checkpoint, device: &Device) -> [Stage; 2] {
+    two_stages_on(checkpoint, device, || device.open().unwrap())
+}
+
+/// The same, on backends that were opened otherwise.
+fn two_stages_on(checkpoint: &Checkpoint, device: &Device, open: impl Fn() -> Box<dyn Backend>) -> [Stage; 2] {
+    let options = StageOptions { sequences: 2, kv_tokens: 2 * CONTEXT, ..exact(CONTEXT) };
+    let specs = StageSpec::pipeline(&[1, checkpoint.config.layers - 1]);
+    let stages = specs.into_iter().map(|spec| {
+        let layout = StageLayout::new(checkpoint, spec, options, device.profile(), device.limits()).unwrap();
+        Stage::open(checkpoint, layout, open(), &mut |_| true).unwrap()
+    });
+    stages.collect::<Vec<_>>().try_into().ok().unwrap()
+}
+
+/// `count` tokens of a sequence, which has all its pages from the start.
+fn step(sequence: u64, start: u32, count: u32) -> Step {
+    let pages = (CONTEXT / PAGE) as u32;
+    let first = pages * sequence as u32;
+    let new_pages = if start == 0 { (first..first + pages).collect() } else { Vec::new() };
+    Step {
+        spans: vec![Span { sequence, start, count, new_pages }],
+        ids: (start..start + count).map(|i| (i * 37 + 11 * sequence as u32) % 250).collect(),
+        outputs: vec![OutputRequest {
+            row: count - 1,
+            target: 0,
+            top_k: 4,
+            inverse_temperature: 1.0,
+            whole_row: true,
+            edits: vec![],
+        }],
+        ..Step::default()
+    }
+}
+
+/// A prompt of each sequence, then tokens in turns.
+fn steps() -> Vec<Step> {
+    let tokens = (PROMPT..PROMPT + 8).flat_map(|start| [0, 1].map(|sequence| step(sequence, start, 1)));
+    [0, 1].map(|sequence| step(sequence, 0, PROMPT)).into_iter().chain(tokens).collect()
+}
+
+/// Does steps one after the other.
+fn alone(stage: &mut Stage, steps: &[Step], hidden: &[Vec<f32>]) -> Vec<StageOutput> {
+    steps.iter().zip(hidden).map(|(step, hidden)| stage.step(step, hidden).unwrap()).collect()
+}
+
+/// Does steps so that each is finished after the next has begun.
+fn overlapped(stage: &mut Stage, steps: &[Step], hidden: &[Vec<f32>]) -> Vec<StageOutput> {
+    let mut outputs = Vec::new();
+    let mut running = None;
+    for (step, hidden) in steps.iter().zip(hidden) {
+        let begun = stage.begin(step, hidden).unwrap();
+        outputs.extend(running.replace(begun).map(|older| stage.finish(older).unwrap().output));
+    }
+    outputs.extend(running.map(|last| stage.finish(last).unwrap().output));
+    outputs
+}
+
+fn hidden(outputs: &[StageOutput]) -> Vec<Vec<f32>> {
+    let rows = outputs.iter().map(|output| match output {
+        StageOutput::Hidden(hidden) => hidden.clone(),
+        StageOutput::Outputs(_) => panic!("the first stage hands activations on"),
+    });
+    rows.collect()
+}
+
+#[test]
+fn two_micro_batches_at_once_have_the_results_of_one_after_the_other() {
+    let checkpoint = checkpoint("tiny/llama-untied");
+    let steps = steps();
+    let nothing = vec![Vec::new(); steps.len()];
+    for device in [twins(), gpu(Profile::SOFTWARE), gpu(Profile::CARD)] {
+        let [mut first, mut last] = two_stages(&checkpoint, &device);
+        let expected = alone(&mut first, &steps, &nothing);
+        let expected_logits = alone(&mut last, &steps, &hidden(&expected));
+        let [mut first, mut last] = two_stages(&checkpoint, &device);
+        let found = overlapped(&mut first, &steps, &nothing);
+        assert!(found == expected, "activations on {}", device.name());
+        assert!(overlapped(&mut last, &steps, &hidden(&found)) == expected_logits, "logits on {}", device.name());
+    }
+}
+
+#[test]
+fn a_steady_decode_makes_no_buffers() {
+    let checkpoint = checkpoint("tiny/llama-untied");
+    let [mut first, mut last] = two_stages(&checkpoint, &gpu(Profile::SOFTWARE));
+    let steps = steps();
+    let outputs = alone(&mut first, &steps, &vec![Vec::new(); steps.len()]);
+    alone(&mut last, &steps, &hidden(&outputs));
+    let made = |stage: &Stage| stage.backend().counts().buffers;
+    let before = [made(&first), made(&last)];
+    // Across a page's end, so that page tables grow.
+    let start = PROMPT + 8;
+    let tokens: Vec<Step> =
+        (start..start + 20).flat_map(|start| [0, 1].map(|sequence| step(sequence, start, 1))).collect();
+    let outputs = overlapped(&mut first, &tokens, &vec![Vec::new(); tokens.len()]);
+    overlapped(&mut last, &tokens, &hidden(&outputs));
+    assert_eq!([made(&first), made(&last)], before);
+    assert!(before[0] > 0, "buffers are counted");
+}
+
+#[test]
+fn runs_that_are_cut_into_submissions_have_the_same_results() {
+    let checkpoint = checkpoint("tiny/llama-untied");
+    let (device, steps) = (gpu(Profile::CARD), steps());
+    let mut found = [Duration::MAX, Duration::ZERO].map(|target| {
+        let open = || {
+            let mut gpu = Gpu::open(&adapter(), Profile::CARD, true).unwrap();
+            gpu.set_submission_target(target);
+            Box::new(gpu) as Box<dyn Backend>
+        };
+        let [mut first, mut last] = two_stages_on(&checkpoint, &device, open);
+        let before = [&first, &last].map(|stage| stage.backend().counts().submissions);
+        let outputs = overlapped(&mut first, &steps, &vec![Vec::new(); steps.len()]);
+        let logits = overlapped(&mut last, &steps, &hidden(&outputs));
+        let after = [&first, &last].map(|stage| stage.backend().counts().submissions);
+        let dispatches = |stage: &mut Stage| -> usize {
+            let programs = steps.iter().flat_map(|step| {
+                let span = &step.spans[0];
+                stage.programs(span.start as usize, span.count as usize, 1).unwrap()
+            });
+            let programs: Vec<_> = programs.collect();
+            programs.iter().map(|(id, _)| stage.program(*id).ops.len()).sum()
+        };
+        let dispatches = [dispatches(&mut first) as u64, dispatches(&mut last) as u64];
+        ((outputs, logits), [after[0] - before[0], after[1] - before[1]], dispatches)
+    });
+    let [(whole, one, _), (cut, many, dispatches)] = &mut found;
+    assert_eq!(*one, [steps.len() as u64; 2], "a long target: a submission a step");
+    assert_eq!(many, dispatches, "no target: a submission a dispatch");
+    assert!(whole == cut, "the results are the same");
+}
+
+/// The twins, and a word before every submission and collection.
+struct Told {
+    inner: Reference,
+    tell: Box<dyn FnMut(&'static str) + Send>,
+}
+
+impl Backend for Told {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+    fn profile(&self) -> &Profile {
+        self.inner.profile()
+    }
+    fn limits(&self) -> DeviceLimits {
+        self.inner.limits()
+    }
+    fn create(&mut self, label: &str, bytes: usize) -> Result<BufferId, DeviceError> {
+        self.inner.create(label, bytes)
+    }
+    fn write(&mut self, buffer: BufferId, offset: usize, data: &[u8]) -> Result<(), DeviceError> {
+        self.inner.write(buffer, offset, data)
+    }
+    fn prepare(&mut self, program: Program) -> Result<ProgramId, DeviceError> {
+        self.inner.prepare(program)
+    }
+    fn submit(&mut self, run: &Run<'_>) -> Result<Ticket, DeviceError> {
+        (self.tell)("submit");
+        self.inner.submit(run)
+    }
+    fn collect(&mut self, ticket: Ticket) -> Result<Done, DeviceError> {
+        (self.tell)("collect");
+        self.inner.collect(ticket)
+    }
+    fn time(&mut self, programs: &[(ProgramId, Shape)]) -> Result<Vec<OpTime>, DeviceError> {
+        self.inner.time(programs)
+    }
+    fn program(&self, id: ProgramId) -> &Program {
+        self.inner.program(id)
+    }
+    fn allocated_bytes(&self) -> u64 {
+        self.inner.allocated_bytes()
+    }
+    fn counts(&self) -> Counts {
+        self.inner.counts()
+    }
+}
+
+/// What a worker did with frames that had all come before it began, and no more came.
+struct Worked {
+    end: Result<(), WorkerError>,
+    /// Steps that were answered, in order.
+    answered: Vec<u64>,
+    spans: Vec<StageSpan>,
+    counters: Counters,
+}
+
+/// Runs a worker on (epoch, step) frames; `tell` hears of submissions and collections.
+fn work(frames: &[(u64, Step)], epoch: &AtomicU64, tell: Box<dyn FnMut(&'static str) + Send>) -> Worked {
+    let checkpoint = checkpoint("tiny/llama-untied");
+    let device = twins();
+    let options = StageOptions { sequences: 2, kv_tokens: 2 * CONTEXT, ..exact(CONTEXT) };
+    let spec = StageSpec::pipeline(&[checkpoint.config.layers]).remove(0);
+    let layout = StageLayout::new(&checkpoint, spec, options, device.profile(), device.limits()).unwrap();
+    let inner = Reference::new(*device.profile(), device.limits().binding_bytes);
+    let mut stage = Stage::open(&checkpoint, layout, Box::new(Told { inner, tell }), &mut |_| true).unwrap();
+    let (mut here, mut upstream) = pair(frames.len());
+    let (mut downstream, mut there) = pair(frames.len());
+    for (number, (epoch, step)) in (0..).zip(frames) {
+        let header = FrameHeader { epoch: *epoch, step: number, micro_batch: 10 + number as u32 };
+        here.send(Frame { header, payload: message::encode(step, &[]) }).unwrap();
+    }
+    drop(here);
+    let (counters, stop) = (Counters::default(), AtomicBool::new(false));
+    let recorder = Recorder::new([("twins".to_owned(), (0, checkpoint.config.layers))]);
+    let end = worker::run(&mut stage, &mut upstream, &mut downstream, epoch, &counters, &recorder, &stop);
+    let answered = std::iter::from_fn(|| there.receive(Duration::ZERO).ok()).map(|arrival| arrival.frame.header.step);
+    let answered = answered.collect();
+    assert!(matches!(there.receive(Duration::ZERO), Err(PortError::Timeout { .. })), "the other end is still there");
+    Worked { end, answered, spans: recorder.snapshot().stages.remove(0).spans, counters }
+}
+
+/// Words for a [`Told`] to send, and what it sent after its stage was opened.
+fn heard() -> (Box<dyn FnMut(&'static str) + Send>, Receiver<&'static str>) {
+    let (send, words) = channel();
+    (Box::new(move |word| send.send(word).unwrap()), words)
+}
+
+#[test]
+fn a_worker_begins_what_has_come_before_it_waits() {
+    let released = Step { released: vec![1], ..Step::default() };
+    let steps = [step(0, 0, PROMPT), step(1, 0, PROMPT), step(0, PROMPT, 1), step(1, PROMPT, 1), released];
+    let (tell, words) = heard();
+    let worked = work(&steps.map(|step| (1, step)), &AtomicU64::new(1), tell);
+    worked.end.unwrap();
+    // The first two are of the stage's warm-up.
+    let words: Vec<_> = words.iter().skip(2).collect();
+    assert_eq!(words.concat(), ["submit"; 2].concat() + &["collect", "submit"].concat().repeat(2) + "collectcollect");
+    assert_eq!(worked.answered, [0, 1, 2, 3, 4]);
+    let spans = &worked.spans;
+    let numbers: Vec<_> = spans.iter().map(|s| (s.step, s.group, s.tokens, s.sequences)).collect();
+    assert_eq!(numbers, [(0, 10, PROMPT, 1), (1, 11, PROMPT, 1), (2, 12, 1, 1), (3, 13, 1, 1)], "tokens are recorded");
+    for span in spans {
+        let times = [span.arrived, span.taken, span.started, span.finished, span.send_started, span.sent];
+        assert!(times.is_sorted(), "{span:?}");
+    }
+    assert!(spans.windows(2).all(|pair| pair[0].finished <= pair[1].started), "the device does one after the other");
+    assert!(spans.windows(2).all(|pair| pair[1].taken <= pair[0].finished), "each is taken while one is underway");
+    let busy: u64 = spans.iter().map(|span| span.finished - span.started).sum();
+    let counted = worked.counters.busy_ns.load(Ordering::Relaxed);
+    assert!(counted.abs_diff(busy) <= 10, "{counted} and {busy} differ by rounding to nanoseconds");
+    assert_eq!(worked.counters.steps.load(Ordering::Relaxed), 5);
+}
+
+#[test]
+fn results_that_became_old_on_the_device_are_dropped() {
+    let epoch = std::sync::Arc::new(AtomicU64::new(1));
+    let (head, mut runs) = (epoch.clone(), 0);
+    let tell = move |word| {
+        runs += usize::from(word == "collect");
+        // The warm-up is the first.
+        if runs == 2 {
+            head.store(2, Ordering::Relaxed);
+        }
+    };
+    let steps = [(1, step(0, 0, PROMPT)), (1, step(1, 0, PROMPT)), (1, step(0, PROMPT, 1)), (2, step(0, 0, 4))];
+    let worked = work(&steps, &epoch, Box::new(tell));
+    worked.end.unwrap();
+    assert_eq!(worked.answered, [3]);
+    let done: Vec<_> = worked.spans.iter().map(|span| span.step).collect();
+    assert_eq!(done, [0, 1, 3], "what had begun was done, what had not was dropped");
+}
+
+#[test]
+fn a_panic_while_a_device_is_submitted_to_or_waited_for_is_the_stages_failure() {
+    for wrong in ["submit", "collect"] {
+        let mut runs = 0;
+        let tell = move |word| {
+            runs += usize::from(word == wrong);
+            assert!(runs < 3, "no {wrong}");
+        };
+        let steps = [step(0, 0, PROMPT), step(1, 0, PROMPT), step(0, PROMPT, 1)];
+        let worked = work(&steps.map(|step| (1, step)), &AtomicU64::new(1), Box::new(tell));
+        let Err(WorkerError::Panic(message)) = worked.end else { panic!("{:?}", worked.end) };
+        assert_eq!(message, format!("no {wrong}"));
+    }
+}
