@@ -186,6 +186,9 @@ pub struct PipelineArgs {
     /// Size of the KV cache that all requests share, in tokens (default: room for --max-sequences, or what fits)
     #[arg(long, value_name = "TOKENS", help_heading = "Pipeline")]
     pub kv_tokens: Option<usize>,
+    /// Most requests that wait for a place; more are refused with a hint when to come again
+    #[arg(long, value_name = "N", default_value_t = 1024, help_heading = "Pipeline")]
+    pub max_queue: usize,
     /// Do not keep the KV pages of what has ended for prompts that begin alike
     #[arg(long, help_heading = "Pipeline")]
     pub no_prefix_cache: bool,

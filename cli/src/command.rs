@@ -89,7 +89,12 @@ fn load(plan: &Plan, options: HeadOptions, tokenizer: Arc<Tokenizer>, out: &Out)
 
 /// What was typed for the head.
 fn head_options(args: &PipelineArgs) -> HeadOptions {
-    HeadOptions { prefix_cache: !args.no_prefix_cache, groups: args.groups, ..HeadOptions::default() }
+    HeadOptions {
+        prefix_cache: !args.no_prefix_cache,
+        groups: args.groups,
+        queue: args.max_queue,
+        ..HeadOptions::default()
+    }
 }
 
 /// Writes a trace for `pp-run trace` and Perfetto.

@@ -407,7 +407,8 @@ impl Head {
 
     fn send(&mut self, batch: &Batch, formed: Nanos) -> Result<(), HeadError> {
         let limits = self.pipeline.limits();
-        let edits_max = limits.edits / limits.outputs.max(1);
+        let draws = batch.parts.iter().filter(|part| part.draws).count();
+        let edits_max = limits.edits / draws.max(1);
         let mut step = Step { released: batch.released.clone(), ..Step::default() };
         let mut prefilled = Vec::new();
         let mut seen = 0.0;

@@ -372,7 +372,7 @@ impl Scheduler {
     }
 
     /// What the stages are measured to cost, once they were.
-    pub fn costs(&self) -> Option<Costs> {
+    pub fn costs(&self) -> Option<&Costs> {
         self.fits.costs()
     }
 

@@ -122,7 +122,7 @@ fn company_changes_nothing_on_a_device() {
     let ways = [
         WAY,
         Way { stages: 2, chunk: 16, cache: true, ..WAY },
-        Way { stages: 4, chunk: 32, kv_tokens: 160, cache: true, preempts: true, ..WAY },
+        Way { stages: 2, chunk: 32, kv_tokens: 160, cache: true, preempts: true, ..WAY },
     ];
     let fast = StageOptions { activations: Act::Q8, kv: KvType::F16, ..exact(160) };
     for (profile, options) in [(Profile::SOFTWARE, exact(160)), (Profile::SOFTWARE, fast), (Profile::CARD, fast)] {

@@ -10,5 +10,6 @@ mod overlap;
 mod paced;
 mod programs;
 mod sampling;
+mod simulated;
 mod smollm2;
 mod support;

@@ -73,12 +73,13 @@ pub struct Fits {
     stages: Vec<Fit>,
     overhead: f64,
     steps: usize,
+    costs: Option<Costs>,
 }
 
 impl Fits {
     /// Nothing known of so many stages.
     pub fn new(stages: usize) -> Fits {
-        Fits { stages: vec![Fit::default(); stages], overhead: 0.0, steps: 0 }
+        Fits { stages: vec![Fit::default(); stages], overhead: 0.0, steps: 0, costs: None }
     }
 
     /// A micro-batch of `tokens` tokens took `seconds` on each stage, and `overhead` seconds beyond; `attended` is the sum
@@ -92,12 +93,13 @@ impl Fits {
         }
         self.overhead = if self.steps == 0 { overhead } else { self.overhead + LATEST * (overhead - self.overhead) };
         self.steps += 1;
+        let costs = || Costs { stages: self.stages.iter().map(Fit::cost).collect(), overhead: self.overhead };
+        self.costs = (self.steps >= ENOUGH).then(costs);
     }
 
     /// The costs, once enough steps were seen.
-    pub fn costs(&self) -> Option<Costs> {
-        let costs = || Costs { stages: self.stages.iter().map(Fit::cost).collect(), overhead: self.overhead };
-        (self.steps >= ENOUGH).then(costs)
+    pub fn costs(&self) -> Option<&Costs> {
+        self.costs.as_ref()
     }
 }
 

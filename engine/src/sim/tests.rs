@@ -141,7 +141,7 @@ fn same(count: usize, prompt: usize, output: usize) -> Vec<Request> {
 
 /// Tokens a second in the steady part of a decode run of `sequences` sequences in `groups` groups.
 fn decode_rate(pipe: &Pipe, sequences: usize, groups: Option<usize>) -> f64 {
-    let output = 400;
+    let output = 120;
     let mut load =
         Load::new(Limits { groups, ..limits(pipe.stages.len(), sequences) }, same(sequences, 1, output), 100);
     let (trace, _) = run(pipe, &mut load, &mut Nothing, Nanos::MAX).expect("no deadlock");
@@ -206,7 +206,7 @@ fn t6_the_chosen_groups() {
 #[test]
 fn the_grid() {
     for stages in 1..=8usize {
-        for groups in [1, 2, 3, 4, 6, 8, 12, 16, 24, 32] {
+        for groups in 1..=32 {
             let pipe = Pipe::of(vec![stage(0.01, 0.0005); stages]);
             let rate = decode_rate(&pipe, groups, Some(groups));
             let law = groups as f64 / (0.0105 * groups.max(stages) as f64);

@@ -136,7 +136,8 @@ fn replay(path: &Path, prompts: &Prompts, vocab: usize) -> Result<Vec<(f64, Requ
 
 /// One repetition.
 struct Run {
-    /// Tokens a second of all requests, from the last first token to the first end.
+    /// Tokens a second of all requests: of requests that are alike from the last first token to the first end, else from
+    /// start to end.
     rate: f64,
     /// Share of that time that the stages were busy.
     busy: f64,
@@ -147,6 +148,10 @@ struct Run {
 
 /// Makes requests go through, each from its second on.
 fn once(head: &mut Head, requests: Vec<(f64, Request)>, live: &mut Live) -> Result<Run> {
+    let alike = requests.windows(2).all(|pair| {
+        let key = |(at, request): &(f64, Request)| (*at, request.prompt.len(), request.max_tokens, request.stop_at_eos);
+        key(&pair[0]) == key(&pair[1])
+    });
     let mut to_come: std::collections::VecDeque<_> = requests.into();
     let begin = head.pipeline().recorder().now();
     let started = Instant::now();
@@ -188,10 +193,10 @@ fn once(head: &mut Head, requests: Vec<(f64, Request)>, live: &mut Live) -> Resu
         return Err(cancelled());
     }
     let end = head.pipeline().recorder().now();
-    // All at once: the time in which all decode. Else: all of it.
+    // Alike and all at once: the time in which all decode. Else: all of it.
     let all_began = firsts.values().copied().max().unwrap_or(begin);
     let (from, to) = match first_end {
-        Some(first_end) if first_end > all_began => (all_began, first_end),
+        Some(first_end) if alike && first_end > all_began => (all_began, first_end),
         _ => (begin, end),
     };
     let trace = head.trace();
