@@ -1,9 +1,10 @@
-//! Frames between two threads of a process: there and back.
+//! Frames between two threads of a process, there and back; and what it costs to remember them.
 
 use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use pp_engine::trace::{HeadSpan, HeadState, RING, Recorder, StageSpan};
 use pp_transport::local::pair;
 use pp_transport::{Frame, FrameHeader, Port, PortError};
 
@@ -41,5 +42,26 @@ fn local(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, local);
+/// What always being traced costs: all that a micro-batch through four stages writes, with rings that are full.
+fn trace(c: &mut Criterion) {
+    let stages = 4;
+    let recorder = Recorder::new((0..stages).map(|i| (format!("stage {i}"), (i, i + 1))));
+    let mut step = 0;
+    let mut micro_batch = || {
+        step += 1;
+        recorder.sent(HeadSpan { step, sent: recorder.now(), ..HeadSpan::default() });
+        for stage in 0..stages {
+            recorder.stage(stage, StageSpan { step, started: recorder.now(), ..StageSpan::default() });
+            recorder.handed_on(stage, step);
+        }
+        let now = recorder.now();
+        recorder.answered(step, now, now);
+        recorder.state(HeadState::Working, now - 1, now);
+        black_box(recorder.step_seconds(step));
+    };
+    (0..RING + 1).for_each(|_| micro_batch());
+    c.bench_function("trace of a micro-batch through four stages", |b| b.iter(&mut micro_batch));
+}
+
+criterion_group!(benches, local, trace);
 criterion_main!(benches);
