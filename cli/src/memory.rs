@@ -2,7 +2,7 @@
 //! `/proc/meminfo`.
 
 use pp_engine::pipeline::Device;
-use pp_engine::split::{Costs, Split, join};
+use pp_engine::split::{Costs, Split, auto_within, join};
 
 use crate::output::bytes;
 
@@ -159,7 +159,7 @@ impl Situation<'_> {
             .collect()
     }
 
-    /// Another split over the same devices: in proportion to their memory.
+    /// Another split over the same devices: as even as their memory allows.
     fn by_memory(&self) -> Option<String> {
         if self.pools.len() < 2 {
             return None;
@@ -170,7 +170,12 @@ impl Situation<'_> {
                 room[*stage] = pool.available? as f64 / pool.stages.len() as f64;
             }
         }
-        let counts = Split::Ratios(room).resolve(None, self.costs).ok()?;
+        let work = self.needs.iter().map(|need| need.work).max().unwrap_or(0) as f64;
+        let held: u64 = self.needs.iter().map(|need| need.weights + need.kv).sum();
+        let stored: u64 = self.costs.layers.iter().sum::<u64>() + self.costs.first + self.costs.last;
+        let limits: Vec<u64> =
+            room.iter().map(|room| ((room - work).max(0.0) * stored as f64 / held.max(1) as f64) as u64).collect();
+        let counts = auto_within(self.costs, &limits).ok()?;
         let needs = self.estimate(&counts);
         let fits = |pool: &Pool| {
             pool.available.is_none_or(|room| pool.stages.iter().map(|stage| needs[*stage]).sum::<u64>() <= room)

@@ -42,6 +42,10 @@ pub enum SplitError {
     TooMany { stages: usize, layers: usize },
     #[error("--stages 0: a pipeline has at least one stage")]
     NoStages,
+    #[error(
+        "no division of {needed} bytes into {stages} stages stays within what each can hold, {available} bytes in all"
+    )]
+    DoesNotFit { stages: usize, needed: u128, available: u128 },
 }
 
 impl Split {
@@ -110,9 +114,28 @@ impl Split {
         }
         Ok(match self {
             Split::Ratios(ratios) => apportion(ratios, layers),
-            _ => balance(costs, stages),
+            _ => balance(costs, &vec![u64::MAX; stages]).expect("without limits every division fits"),
         })
     }
+}
+
+/// The division by bytes among those in which stage i holds at most `limits[i]` bytes.
+///
+/// # Errors
+/// [`SplitError::DoesNotFit`] where there is none, [`SplitError::NoStages`] and [`SplitError::TooMany`].
+pub fn auto_within(costs: &Costs, limits: &[u64]) -> Result<Vec<usize>, SplitError> {
+    let (stages, layers) = (limits.len(), costs.layers.len());
+    if stages == 0 {
+        return Err(SplitError::NoStages);
+    }
+    if stages > layers {
+        return Err(SplitError::TooMany { stages, layers });
+    }
+    balance(costs, limits).ok_or_else(|| SplitError::DoesNotFit {
+        stages,
+        needed: costs.layers.iter().chain([&costs.first, &costs.last]).map(|bytes| u128::from(*bytes)).sum(),
+        available: limits.iter().map(|bytes| u128::from(*bytes)).sum(),
+    })
 }
 
 impl std::fmt::Display for Split {
@@ -152,10 +175,10 @@ fn apportion(ratios: &[f64], layers: usize) -> Vec<usize> {
 }
 
 /// The contiguous division with the smallest largest stage, by bytes; of those the one with the smallest sum of squares,
-/// and of equal ones that whose earlier stages hold more. Dynamic programming over (stages, layers), twice:
-/// O(stages · layers²).
-fn balance(costs: &Costs, stages: usize) -> Vec<usize> {
-    let layers = costs.layers.len();
+/// and of equal ones that whose earlier stages hold more; none where every division has a stage beyond its limit. Dynamic
+/// programming over (stages, layers), twice: O(stages · layers²).
+fn balance(costs: &Costs, limits: &[u64]) -> Option<Vec<usize>> {
+    let (stages, layers) = (limits.len(), costs.layers.len());
     let mut sums = vec![0u64; layers + 1];
     for (i, bytes) in costs.layers.iter().enumerate() {
         sums[i + 1] = sums[i].saturating_add(*bytes);
@@ -163,14 +186,20 @@ fn balance(costs: &Costs, stages: usize) -> Vec<usize> {
     let stage_bytes = |stage: usize, from: usize, to: usize| {
         let first = if stage == 0 { costs.first } else { 0 };
         let last = if stage + 1 == stages { costs.last } else { 0 };
-        u128::from(sums[to] - sums[from]) + u128::from(first) + u128::from(last)
+        match u128::from(sums[to] - sums[from]) + u128::from(first) + u128::from(last) {
+            bytes if limits[stage] < u64::MAX && bytes > u128::from(limits[stage]) => u128::MAX,
+            bytes => bytes,
+        }
     };
     let (largest, _) = cheapest(stages, layers, stage_bytes, u128::max);
+    if largest == u128::MAX {
+        return None;
+    }
     let square = |stage, from, to| match stage_bytes(stage, from, to) {
         bytes if bytes > largest => u128::MAX,
         bytes => bytes.saturating_mul(bytes),
     };
-    cheapest(stages, layers, square, u128::saturating_add).1
+    Some(cheapest(stages, layers, square, u128::saturating_add).1)
 }
 
 /// The cheapest contiguous division and its cost: `join` of `cost(stage, first layer, end)` over the stages.

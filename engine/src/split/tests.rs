@@ -49,32 +49,33 @@ fn what_the_user_asked_for_is_obeyed_or_refused() {
 #[test]
 fn embedding_and_head_weigh_on_the_ends() {
     let heavy = Costs { layers: vec![10; 12], first: 30, last: 30 };
-    let counts = balance(&heavy, 4);
+    let counts = Split::Auto.resolve(Some(4), &heavy).unwrap();
     assert!(counts[0] < counts[1] && counts[3] < counts[2], "{counts:?}");
 }
 
-/// The largest stage of every contiguous division.
-fn brute_force(costs: &Costs, stages: usize) -> u64 {
-    fn go(costs: &Costs, stages: usize, stage: usize, from: usize) -> u64 {
+/// The smallest largest stage of every contiguous division within limits; none where there is no such division.
+fn brute_force(costs: &Costs, limits: &[u64]) -> Option<u64> {
+    fn go(costs: &Costs, limits: &[u64], stage: usize, from: usize) -> Option<u64> {
+        let stages = limits.len();
         let layers = costs.layers.len();
         let bytes = |to: usize| {
             costs.layers[from..to].iter().sum::<u64>()
                 + if stage == 0 { costs.first } else { 0 }
                 + if stage + 1 == stages { costs.last } else { 0 }
         };
+        let within = |to: usize| Some(bytes(to)).filter(|bytes| *bytes <= limits[stage]);
         if stage + 1 == stages {
-            return bytes(layers);
+            return within(layers);
         }
         (from + 1..=layers - (stages - 1 - stage))
-            .map(|to| bytes(to).max(go(costs, stages, stage + 1, to)))
+            .filter_map(|to| Some(within(to)?.max(go(costs, limits, stage + 1, to)?)))
             .min()
-            .unwrap()
     }
-    go(costs, stages, 0, 0)
+    go(costs, limits, 0, 0)
 }
 
 proptest! {
-    /// T7, memory limits apart (`memory.rs` of the command line looks at those).
+    /// T7 without memory limits.
     #[test]
     fn auto_is_as_good_as_brute_force(layers in prop::collection::vec(1u64..100, 4..12), first in 0u64..300, last in 0u64..300, stages in 1usize..=4) {
         let costs = Costs { layers, first, last };
@@ -88,7 +89,36 @@ proptest! {
             largest = largest.max(costs.layers[from..from + count].iter().sum::<u64>() + ends);
             from += count;
         }
-        prop_assert_eq!(largest, brute_force(&costs, stages));
+        prop_assert_eq!(Some(largest), brute_force(&costs, &vec![u64::MAX; stages]));
+    }
+
+    /// T7: within the memory of each stage, the best division or none.
+    #[test]
+    fn auto_within_limits_is_as_good_as_brute_force(
+        layers in prop::collection::vec(1u64..100, 4..12),
+        first in 0u64..300,
+        last in 0u64..300,
+        limits in prop::collection::vec(50u64..700, 1..=4),
+    ) {
+        let costs = Costs { layers, first, last };
+        let expected = brute_force(&costs, &limits);
+        match auto_within(&costs, &limits) {
+            Ok(counts) => {
+                let (mut from, mut largest) = (0, 0);
+                for (stage, count) in counts.iter().enumerate() {
+                    let ends = if stage == 0 { first } else { 0 } + if stage + 1 == limits.len() { last } else { 0 };
+                    let bytes = costs.layers[from..from + count].iter().sum::<u64>() + ends;
+                    prop_assert!(*count > 0 && bytes <= limits[stage]);
+                    largest = largest.max(bytes);
+                    from += count;
+                }
+                prop_assert_eq!((from, Some(largest)), (costs.layers.len(), expected));
+            }
+            Err(error) => {
+                prop_assert_eq!(expected, None);
+                prop_assert!(error.to_string().contains("no division of"), "{}", error);
+            }
+        }
     }
 
     /// T17 at plan time.
