@@ -230,9 +230,19 @@ fn the_next_turn_finds_the_one_before() {
     assert_eq!(bits(&answer), alone(&mut fresh, &[second])[0]);
 }
 
-/// Pages, sequences and memory are what they were before, after 10,000 short requests.
+/// Pages, sequences and memory are what they were before, after 10,000 short requests. In a process of its own, whose
+/// memory no other test uses.
 #[test]
 fn ten_thousand_requests_leave_nothing_behind() {
+    const ALONE: &str = "PP_TEST_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        let program = std::env::current_exe().unwrap();
+        let name = "batching::ten_thousand_requests_leave_nothing_behind";
+        let child = std::process::Command::new(program).args(["--exact", name]).env(ALONE, "1").output().unwrap();
+        let said = String::from_utf8_lossy(&child.stdout);
+        assert!(child.status.success() && said.contains("1 passed"), "{said}");
+        return;
+    }
     let resident = || {
         let status = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
         status.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok()).unwrap_or(0) * 4096
@@ -255,6 +265,6 @@ fn ten_thousand_requests_leave_nothing_behind() {
         assert!(counters.sequences.load(Ordering::Relaxed) <= 16);
     }
     let grown = resident().saturating_sub(before);
-    // The trace's ring is still filling: some 10 MB when full.
-    assert!(grown < 48 << 20, "{grown} bytes more after 8,000 requests");
+    // The trace's rings are still filling: some 15 MB when full.
+    assert!(grown < 16 << 20, "{grown} bytes more after 8,000 requests");
 }
