@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
+use pp_engine::head::Token;
 use pp_engine::pipeline::{Pipeline, StageReport};
 use serde::Serialize;
 
@@ -32,6 +33,21 @@ impl Widened {
     /// For people.
     pub fn text(&self) -> String {
         format!("{} kept as {} (8-bit) for {} tensors", self.from, self.to, self.tensors)
+    }
+}
+
+/// A token with its log-probability and those of the likeliest.
+#[derive(Clone, Debug, Serialize)]
+pub struct TokenRow {
+    pub id: u32,
+    pub logprob: Option<f32>,
+    pub top: Vec<(u32, f32)>,
+}
+
+impl TokenRow {
+    /// Of an answer's token.
+    pub fn of(token: &Token) -> TokenRow {
+        TokenRow { id: token.id, logprob: token.logprob, top: token.candidates.clone() }
     }
 }
 

@@ -3,15 +3,18 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::Result;
 use pp_engine::chat_template::Message;
+use pp_engine::head::Request;
 use pp_engine::sampler::Sampling;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Map, Value};
 
 use crate::errors::usage;
+use crate::prompts::Prompts;
 
 /// Bytes of a line at most.
 const LINE_BYTES_MAX: usize = 32 << 20;
@@ -73,6 +76,17 @@ pub struct RequestLine {
     stream: Option<IgnoredAny>,
 }
 
+/// What lines may leave open.
+#[derive(Clone, Debug)]
+pub struct Defaults {
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Tokens of an answer at most.
+    pub max_tokens: usize,
+    /// Texts that end an answer.
+    pub stop: Vec<String>,
+}
+
 /// One message of a conversation.
 #[derive(Debug, Deserialize)]
 pub struct ChatMessage {
@@ -113,6 +127,38 @@ impl RequestLine {
     pub fn conversation(&self) -> Option<Vec<Message>> {
         let messages = self.messages.as_ref()?;
         Some(messages.iter().map(|m| Message::new(m.role.clone(), m.content.clone())).collect())
+    }
+
+    /// The ids of what is to be answered or continued.
+    ///
+    /// # Errors
+    /// When there is not one prompt, or tokenizer or template refuse it.
+    pub fn ids(&self, prompts: &Prompts) -> Result<Vec<u32>, String> {
+        let ids = match (&self.prompt, self.conversation()) {
+            (Some(prompt), None) if self.raw => prompts.raw(prompt),
+            (Some(prompt), None) => prompts.chat(&[Message::new("user", prompt.clone())], &self.template_args),
+            (None, Some(messages)) if !self.raw => prompts.chat(&messages, &self.template_args),
+            (None, Some(_)) => return Err("raw goes with prompt, not with messages".to_owned()),
+            (Some(_), Some(_)) => return Err("give prompt or messages, not both".to_owned()),
+            (None, None) => return Err("prompt or messages are missing".to_owned()),
+        };
+        ids.map_err(|error| format!("{error:#}"))
+    }
+
+    /// The request for a prompt; what the line does not say is as in `defaults`.
+    ///
+    /// # Errors
+    /// As [`RequestLine::sampling`].
+    pub fn request(&self, prompt: Vec<u32>, defaults: &Defaults, vocab: usize) -> Result<Request, String> {
+        Ok(Request {
+            prompt,
+            choices: self.n.unwrap_or(1),
+            max_tokens: self.max_tokens.unwrap_or(defaults.max_tokens),
+            sampling: self.sampling(&defaults.sampling, vocab)?,
+            stop: if self.stop.is_some() { self.stop_texts() } else { defaults.stop.clone() },
+            stop_at_eos: true,
+            deadline: self.deadline_seconds.map(Duration::from_secs_f64),
+        })
     }
 
     /// Texts that end an answer.

@@ -17,6 +17,8 @@ const LOGPROBS_MAX: u32 = 64;
 /// Most tokens of a micro-batch: beyond this, buffers between kernels dwarf the weights.
 const CHUNK_MAX: usize = 8192;
 
+/// Sequences at once, at most, where many requests come and nothing was typed.
+pub const SEQUENCES: usize = 16;
 /// Most sequences at once.
 pub const SEQUENCES_MAX: usize = 1024;
 /// Largest KV cache, in tokens.

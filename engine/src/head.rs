@@ -1,5 +1,6 @@
 //! The head of a pipeline: owns the requests, feeds the pipe as the scheduler says, draws tokens, and makes text.
 
+mod request;
 mod score;
 mod stop;
 mod text;
@@ -13,11 +14,12 @@ use thiserror::Error;
 
 use crate::message::{MessageError, Output, Outputs, Span, Step};
 use crate::pipeline::{Pipeline, PipelineError};
-use crate::sampler::{Draw, History, Sampling, logprob, top_logprobs};
+use crate::sampler::{Draw, History, logprob, top_logprobs};
 use crate::schedule::cost::attended;
 use crate::schedule::{Batch, Choice, Job, Limits, Next, Refused, RequestId, Scheduler, Status};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{HeadSpan, HeadState, Nanos, Recorder, Trace};
+pub use request::{Answer, Event, FinishReason, Request, Timings, Token, Turn};
 pub use score::Score;
 use text::AnswerText;
 
@@ -40,142 +42,6 @@ impl HeadError {
     pub fn is_cancelled(&self) -> bool {
         matches!(self, HeadError::Pipeline(error) if error.is_cancelled())
     }
-}
-
-/// Why an answer ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishReason {
-    /// The model ended it, or a stop string came.
-    Stop,
-    /// The wanted number of tokens, or the end of the context.
-    Length,
-    /// The user cancelled it.
-    Cancelled,
-    /// Its deadline passed.
-    Deadline,
-}
-
-impl FinishReason {
-    /// As OpenAI's API spells it (`cancelled` and `deadline` are ours).
-    pub fn name(self) -> &'static str {
-        match self {
-            FinishReason::Stop => "stop",
-            FinishReason::Length => "length",
-            FinishReason::Cancelled => "cancelled",
-            FinishReason::Deadline => "deadline",
-        }
-    }
-}
-
-/// What is wanted.
-#[derive(Clone, Debug)]
-pub struct Request {
-    /// The prompt.
-    pub prompt: Vec<u32>,
-    /// Answers wanted; 0 is 1.
-    pub choices: u32,
-    /// Tokens of an answer at most.
-    pub max_tokens: usize,
-    /// How tokens are chosen.
-    pub sampling: Sampling,
-    /// Texts that end an answer; they are not part of it.
-    pub stop: Vec<String>,
-    /// Whether the end-of-sequence tokens end an answer.
-    pub stop_at_eos: bool,
-    /// How long it may take, from submission.
-    pub deadline: Option<Duration>,
-}
-
-/// One token of an answer.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Token {
-    /// Its id.
-    pub id: u32,
-    /// Log-probability under the raw logits, where the candidates show it.
-    pub logprob: Option<f32>,
-    /// Best candidates with their log-probabilities.
-    pub candidates: Vec<(u32, f32)>,
-}
-
-/// Seconds that parts of a request took.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Timings {
-    /// From submission to the first token.
-    pub first_token_seconds: f64,
-    /// From the first token to the last.
-    pub decode_seconds: f64,
-    /// From submission to the end.
-    pub total_seconds: f64,
-}
-
-/// An answer.
-#[derive(Clone, Debug)]
-pub struct Answer {
-    /// Its tokens; an end-of-sequence token is the last one.
-    pub tokens: Vec<Token>,
-    /// Its text, without special tokens and stop strings.
-    pub text: String,
-    /// Why it ended.
-    pub finish_reason: FinishReason,
-    /// Tokens of the prompt.
-    pub prompt_tokens: usize,
-    /// Those that were found in the prefix cache.
-    pub cached_tokens: usize,
-    /// How long it took.
-    pub timings: Timings,
-}
-
-/// What happened.
-#[derive(Clone, Debug)]
-pub enum Event {
-    /// So much of a prompt is done.
-    Prefill {
-        /// Whose.
-        request: RequestId,
-        /// Tokens done.
-        done: usize,
-        /// Tokens in all.
-        total: usize,
-    },
-    /// More text of an answer; never half a character.
-    Text {
-        /// Whose.
-        choice: Choice,
-        /// The text.
-        text: String,
-    },
-    /// An answer is complete.
-    Done {
-        /// Whose.
-        choice: Choice,
-        /// The answer.
-        answer: Answer,
-    },
-}
-
-/// What a [`Head::turn`] came to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
-    /// An answer of the pipe was taken.
-    Progress,
-    /// None came in time.
-    Quiet,
-    /// Nothing is asked for.
-    Idle,
-}
-
-/// Where a single request stands.
-#[derive(Debug)]
-pub enum Progress<'a> {
-    /// Prompt tokens done, of all.
-    Prefill {
-        /// Done.
-        done: usize,
-        /// All.
-        total: usize,
-    },
-    /// More text of the answer.
-    Text(&'a str),
 }
 
 /// Choices of a head.
@@ -571,8 +437,8 @@ impl Head {
         say(Event::Done { choice, answer });
     }
 
-    /// Makes one answer, telling `progress` as it goes; other requests go on beside it. When `cancel` is set, what there
-    /// is so far is the answer.
+    /// Makes one answer, telling `say` as it goes; other requests go on beside it. When `cancel` is set, what there is so
+    /// far is the answer.
     ///
     /// # Errors
     /// [`HeadError`].
@@ -580,24 +446,20 @@ impl Head {
         &mut self,
         request: Request,
         cancel: &AtomicBool,
-        progress: &mut dyn FnMut(Progress<'_>),
+        say: &mut dyn FnMut(Event),
     ) -> Result<Answer, HeadError> {
-        let total = request.prompt.len();
         let id = self.submit(Request { choices: 1, ..request })?;
-        progress(Progress::Prefill { done: 0, total });
         let mut answer = None;
-        let mut say = |event| match event {
-            Event::Prefill { request, done, total } if request == id => progress(Progress::Prefill { done, total }),
-            Event::Text { choice, text } if choice.request == id => progress(Progress::Text(&text)),
+        let mut hear = |event| match event {
             Event::Done { choice, answer: done } if choice.request == id => answer = Some(done),
-            _ => {}
+            event => say(event),
         };
         while self.running.contains_key(&id) {
             if cancel.load(Ordering::Relaxed) {
-                self.cancel(id, &mut say);
+                self.cancel(id, &mut hear);
                 break;
             }
-            match self.turn(PATIENCE, cancel, &mut say) {
+            match self.turn(PATIENCE, cancel, &mut hear) {
                 Err(error) if error.is_cancelled() => {}
                 other => drop(other?),
             }

@@ -10,6 +10,7 @@ use pp_shaders::profile::TOP_K;
 use pp_shaders::reference::is_candidate;
 
 use crate::message::{LogitEdit, Output, OutputRequest};
+use crate::random::{mix, unit};
 
 /// How a request wants its tokens chosen.
 #[derive(Clone, Debug, PartialEq)]
@@ -262,16 +263,9 @@ pub fn top_logprobs(output: &Output, count: usize) -> Vec<(u32, f32)> {
     shown.into_iter().take(count).map(|candidate| (candidate.id, logprob(candidate.raw))).collect()
 }
 
-/// A number in 0 .. 1: SplitMix64 (Steele, Lea and Flood 2014) of the three arguments.
+/// A number in 0 .. 1 that is a function of the three arguments.
 fn uniform(seed: u64, choice: u32, position: u32) -> f64 {
-    let mix = |mut z: u64| {
-        z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    };
-    let bits = mix(mix(seed) ^ (u64::from(choice) << 32 | u64::from(position)));
-    (bits >> 11) as f64 / (1u64 << 53) as f64
+    unit(mix(mix(seed) ^ (u64::from(choice) << 32 | u64::from(position))))
 }
 
 #[cfg(test)]

@@ -11,177 +11,20 @@
 //! it was.
 
 pub mod cost;
+mod job;
 pub mod pages;
 
 use std::collections::{BTreeMap, VecDeque};
 
 use pp_shaders::PAGE;
-use thiserror::Error;
 
+use crate::trace::Nanos;
 use cost::{Costs, Fits};
+pub use job::{Batch, Choice, Job, Limits, Next, Part, Refused, RequestId, Status};
 use pages::{Pages, Table};
 
 /// Tokens that are not worth a chunk of their own.
 const LEFT_OVER: usize = PAGE / 2;
-
-/// Nanoseconds on the caller's clock.
-pub type Nanos = u64;
-
-/// A request, in the order of arrival.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RequestId(pub u64);
-
-/// One of the answers that a request wants.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Choice {
-    /// The request.
-    pub request: RequestId,
-    /// Which of its answers.
-    pub index: u32,
-}
-
-/// Bounds that the scheduler keeps.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Limits {
-    /// Stages of the pipeline.
-    pub stages: usize,
-    /// Sequences that run at once: they hold pages on every stage.
-    pub sequences: usize,
-    /// Tokens of a micro-batch.
-    pub batch_tokens: usize,
-    /// Rows of logits of a micro-batch.
-    pub outputs: usize,
-    /// KV pages of the stage that has fewest.
-    pub pages: usize,
-    /// Positions of a sequence.
-    pub context: usize,
-    /// Micro-batches that the pipe takes before one must come back.
-    pub in_flight: usize,
-    /// Requests that wait for admission at once.
-    pub queue: usize,
-    /// Whether pages of ended sequences are kept for prompts that begin alike.
-    pub prefix_cache: bool,
-    /// Decode groups, in place of those that the measured costs suggest.
-    pub groups: Option<usize>,
-}
-
-impl Limits {
-    /// Positions that one sequence can reach.
-    pub fn capacity(&self) -> usize {
-        self.context.min(self.pages * PAGE)
-    }
-}
-
-/// What is asked for.
-#[derive(Clone, Debug, Default)]
-pub struct Job {
-    /// The prompt.
-    pub prompt: Vec<u32>,
-    /// Answers wanted, each a sequence of its own that shares the prompt's full pages.
-    pub choices: u32,
-    /// When it is given up.
-    pub deadline: Option<Nanos>,
-}
-
-/// Why a request is not taken.
-#[derive(Clone, Debug, Error, PartialEq)]
-#[expect(missing_docs, reason = "the messages say it")]
-pub enum Refused {
-    #[error("the prompt has no tokens")]
-    EmptyPrompt,
-    #[error("no token was asked for: max_tokens is 0")]
-    NothingWanted,
-    #[error(
-        "the prompt has {tokens} tokens, the context holds {context}: shorten it, or raise --ctx if the model allows"
-    )]
-    PromptTooLong { tokens: usize, context: usize },
-    #[error("the prompt has {tokens} tokens, the KV cache holds {capacity}: shorten it, or raise --kv-tokens")]
-    NeverFits { tokens: usize, capacity: usize },
-    #[error("busy: {queued} requests wait already, at most {limit} may; try again in {retry_seconds:.0} s")]
-    Busy { queued: usize, limit: usize, retry_seconds: f64 },
-    #[error("{choices} answers were asked for, at most {limit} run at once (--max-sequences)")]
-    TooManyChoices { choices: usize, limit: usize },
-}
-
-/// Consecutive tokens of one sequence, in a micro-batch.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Part {
-    /// Whose.
-    pub choice: Choice,
-    /// The sequence's name on the stages: new each time that it is admitted.
-    pub sequence: u64,
-    /// Position of the first token.
-    pub start: usize,
-    /// The tokens.
-    pub ids: Vec<u32>,
-    /// Pages that the sequence got since its last part.
-    pub new_pages: Vec<u32>,
-    /// Whether a token is to be drawn after the last one.
-    pub draws: bool,
-    /// Whether the draw needs all logits: an earlier one could not be decided without.
-    pub whole_row: bool,
-}
-
-/// A micro-batch.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Batch {
-    /// The decode group: no other micro-batch in flight has it.
-    pub group: u32,
-    /// Sequences whose tables the stages may forget.
-    pub released: Vec<u64>,
-    /// What is computed.
-    pub parts: Vec<Part>,
-    /// Tokens of prompts in it.
-    pub prefill_tokens: usize,
-    /// Sequences that decode in it.
-    pub decode_tokens: usize,
-}
-
-/// What to do now.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Next {
-    /// Send this.
-    Send(Batch),
-    /// Take an answer first.
-    Wait {
-        /// Whether requests wait for pages.
-        for_pages: bool,
-    },
-    /// Nothing is running and nothing waits.
-    Idle,
-}
-
-/// Numbers for people.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Status {
-    /// Requests and answers that wait for admission.
-    pub waiting: usize,
-    /// Sequences that hold pages.
-    pub running: usize,
-    /// Those of them that decode.
-    pub decoding: usize,
-    /// Decode groups.
-    pub groups: usize,
-    /// Micro-batches in the pipe.
-    pub in_flight: usize,
-    /// Pages held, idle with remembered contents, and all.
-    pub held_pages: usize,
-    /// As above.
-    pub idle_pages: usize,
-    /// As above.
-    pub pages: usize,
-    /// Sequences that lost their pages to older ones, so far.
-    pub preemptions: u64,
-    /// Prompt tokens that the prefix cache spared, so far.
-    pub spared_tokens: u64,
-}
-
-impl Status {
-    /// Whether one sequence has the pipe for itself: it then keeps one stage at a time busy.
-    pub fn single_stream(&self) -> bool {
-        self.running == 1 && self.waiting == 0
-    }
-}
 
 #[derive(Debug)]
 struct Sequence {
@@ -237,9 +80,9 @@ pub struct Scheduler {
     chunk: usize,
     preemptions: u64,
     spared: u64,
-    /// Requests that ended, and when the first began: for the retry hint.
+    /// Requests that ended since the pipe was last empty, and when that was: for the retry hint.
     ended: u64,
-    began: Option<Nanos>,
+    began: Nanos,
     now: Nanos,
 }
 
@@ -268,7 +111,7 @@ impl Scheduler {
             preemptions: 0,
             spared: 0,
             ended: 0,
-            began: None,
+            began: 0,
             now: 0,
         }
     }
@@ -298,12 +141,15 @@ impl Scheduler {
         if choices as usize > self.limits.sequences {
             return Err(Refused::TooManyChoices { choices: choices as usize, limit: self.limits.sequences });
         }
-        let queued = self.waiting.iter().filter(|choice| choice.index == 0).count();
-        if queued >= self.limits.queue.max(1) && !self.has_place() {
-            let retry_seconds = self.retry_seconds();
+        if self.sequences.is_empty() {
+            (self.began, self.ended) = (now, 0);
+        }
+        // Those that have a place wait for the next micro-batch only.
+        let all = self.running + self.waiting.len();
+        if all >= self.limits.sequences.saturating_add(self.limits.queue) {
+            let (queued, retry_seconds) = (all - self.limits.sequences, self.retry_seconds());
             return Err(Refused::Busy { queued, limit: self.limits.queue, retry_seconds });
         }
-        self.began.get_or_insert(now);
         self.requests += 1;
         let request = RequestId(self.requests);
         for index in 0..choices {
@@ -324,15 +170,11 @@ impl Scheduler {
         Ok(request)
     }
 
-    /// Whether a request that comes now would be admitted at once, if its pages are there.
-    fn has_place(&self) -> bool {
-        self.running + self.waiting.len() < self.limits.sequences
-    }
-
-    /// Seconds until a request that waits will probably have ended.
+    /// Seconds that a request takes to end on average, of those since the pipe was last empty: after as long there will
+    /// probably be a place.
     fn retry_seconds(&self) -> f64 {
-        let seconds = self.began.map_or(0.0, |began| self.now.saturating_sub(began) as f64 * 1e-9);
-        if self.ended == 0 { seconds.max(1.0) } else { (seconds / self.ended as f64).max(1.0) }
+        let seconds = self.now.saturating_sub(self.began) as f64 * 1e-9;
+        (seconds / self.ended.max(1) as f64).max(1.0)
     }
 
     /// Decode groups: as many micro-batches with decoding sequences are in the pipe at once, at most.
@@ -477,11 +319,12 @@ impl Scheduler {
     /// Chunks for the prompts there are now: few enough to be worth their weights, enough to fill the pipe.
     fn size_chunks(&mut self) {
         let left: usize = self.prefilling.iter().map(|choice| self.sequences[choice].left()).sum();
-        let chunks = match self.fits.costs() {
-            Some(costs) => costs.prefill_chunks(left),
-            None => self.limits.stages,
+        let most = self.limits.batch_tokens;
+        let chunk = match self.fits.costs() {
+            Some(costs) => costs.first_chunk(left, most),
+            None => left.div_ceil(self.limits.stages),
         };
-        self.chunk = left.div_ceil(chunks.max(1)).clamp(PAGE.min(self.limits.batch_tokens), self.limits.batch_tokens);
+        self.chunk = chunk.clamp(PAGE.min(most), most);
     }
 
     /// A group's share of the sequences that wait in line.
@@ -648,13 +491,6 @@ impl Scheduler {
         self.sequences.remove(&choice);
         if !self.knows(choice.request) {
             self.ended += 1;
-        }
-    }
-
-    /// Ends one answer of a request; its pages are free at once.
-    pub fn cancel_choice(&mut self, choice: Choice) {
-        if self.sequences.contains_key(&choice) {
-            self.end(choice);
         }
     }
 

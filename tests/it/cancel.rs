@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use pp_engine::head::{FinishReason, Head, HeadOptions, Progress, Request};
+use pp_engine::head::{Event, FinishReason, Head, HeadOptions, Request};
 use pp_engine::layout::StageSpec;
 use pp_engine::pipeline::{Pipeline, PipelineOptions};
 use pp_engine::sampler::Sampling;
@@ -47,8 +47,8 @@ fn a_prompt_that_is_cancelled_leaves_no_trace() {
     for round in 0..12 {
         let before = done_by_first_stage(&head);
         let cancel = AtomicBool::new(false);
-        let answer = head.generate(request(PROMPT, 6), &cancel, &mut |progress| {
-            if matches!(progress, Progress::Prefill { done, .. } if done >= CHUNK * (1 + round % 3)) {
+        let answer = head.generate(request(PROMPT, 6), &cancel, &mut |event| {
+            if matches!(event, Event::Prefill { done, .. } if done >= CHUNK * (1 + round % 3)) {
                 cancel.store(true, Ordering::Relaxed);
             }
         });
@@ -72,8 +72,8 @@ fn an_answer_that_is_cancelled_leaves_no_trace() {
     for after in 1..4 {
         let cancel = AtomicBool::new(false);
         let mut pieces = 0;
-        let answer = head.generate(request(40, 100), &cancel, &mut |progress| {
-            pieces += usize::from(matches!(progress, Progress::Text(_)));
+        let answer = head.generate(request(40, 100), &cancel, &mut |event| {
+            pieces += usize::from(matches!(event, Event::Text { .. }));
             if pieces == after {
                 cancel.store(true, Ordering::Relaxed);
             }

@@ -12,26 +12,23 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use pp_engine::head::{Answer, Event, Head, HeadError, Request, Token};
-use pp_engine::sampler::Sampling;
+use pp_engine::head::{Answer, Event, Head, HeadError, Request};
 use pp_engine::schedule::{Refused, RequestId};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::args::{BatchArgs, SamplingArgs};
+use crate::args::BatchArgs;
 use crate::errors::{Exit, usage};
 use crate::output::live::Live;
 use crate::output::progress::Steps;
 use crate::output::{Out, Report};
 use crate::plan::{self, Wanted};
 use crate::prompts::Prompts;
-use crate::report::{StageRow, stage_table};
-use crate::requests::{self, RequestLine};
-use crate::settings;
+use crate::report::{StageRow, TokenRow, stage_table};
+use crate::requests::{self, Defaults, RequestLine};
+use crate::settings::{self, SEQUENCES};
 use crate::{cancel, report};
 
-/// Sequences at once where nothing was typed.
-const SEQUENCES: usize = 16;
 /// What every line of answers begins with.
 const LINE_BEGIN: &[u8] = b"{\"line\":";
 /// How long the head waits for the pipe before it looks whether it should stop.
@@ -44,7 +41,11 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
     let checkpoint = super::open(&args.model)?;
     let template = super::run::chat_template(args.chat_template.as_deref())?;
     let prompts = Prompts::new(&checkpoint, template)?;
-    let defaults = settings::sampling(&args.sampling, &checkpoint.generation, 0, 0)?;
+    let defaults = Defaults {
+        sampling: settings::sampling(&args.sampling, &checkpoint.generation, 0, 0)?,
+        max_tokens: args.sampling.max_tokens,
+        stop: args.sampling.stop.clone(),
+    };
     let vocab = checkpoint.config.vocab;
     let mut lines = Vec::new();
     for line in requests::open(&args.file)? {
@@ -52,7 +53,7 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
         let parsed = text.and_then(|text| RequestLine::parse(&text));
         let id = parsed.as_ref().ok().and_then(|line| line.id.clone());
         if !done.has(number, id.as_ref()) {
-            let job = parsed.and_then(|line| job(&line, &prompts, &defaults, &args.sampling, vocab));
+            let job = parsed.and_then(|line| job(&line, &prompts, &defaults, vocab));
             lines.push(Line { number, id, job });
         }
     }
@@ -117,35 +118,10 @@ impl Job {
     }
 }
 
-fn job(
-    line: &RequestLine,
-    prompts: &Prompts,
-    defaults: &Sampling,
-    options: &SamplingArgs,
-    vocab: usize,
-) -> Result<Job, String> {
-    let sampling = line.sampling(defaults, vocab)?;
-    let ids = match (&line.prompt, line.conversation()) {
-        (Some(prompt), None) if line.raw => prompts.raw(prompt),
-        (Some(prompt), None) => {
-            let message = pp_engine::chat_template::Message::new("user", prompt.clone());
-            prompts.chat(&[message], &line.template_args)
-        }
-        (None, Some(messages)) if !line.raw => prompts.chat(&messages, &line.template_args),
-        (None, Some(_)) => return Err("raw goes with prompt, not with messages".to_owned()),
-        (Some(_), Some(_)) => return Err("give prompt or messages, not both".to_owned()),
-        (None, None) => return Err("prompt or messages are missing".to_owned()),
-    };
-    let request = Request {
-        prompt: ids.map_err(|error| format!("{error:#}"))?,
-        choices: line.n.unwrap_or(1),
-        max_tokens: line.max_tokens.unwrap_or(options.max_tokens),
-        sampling,
-        stop: if line.stop.is_some() { line.stop_texts() } else { options.stop.clone() },
-        stop_at_eos: true,
-        deadline: line.deadline_seconds.map(Duration::from_secs_f64),
-    };
-    Ok(Job { request, logprobs: line.candidates().is_some() })
+fn job(line: &RequestLine, prompts: &Prompts, defaults: &Defaults, vocab: usize) -> Result<Job, String> {
+    // What is out of range is told before what is missing.
+    let request = line.request(Vec::new(), defaults, vocab)?;
+    Ok(Job { request: Request { prompt: line.ids(prompts)?, ..request }, logprobs: line.candidates().is_some() })
 }
 
 /// What a file of answers holds.
@@ -364,22 +340,14 @@ struct ChoiceRow {
     logprobs: Option<Vec<TokenRow>>,
 }
 
-#[derive(Clone, Debug, Serialize)]
-struct TokenRow {
-    id: u32,
-    logprob: Option<f32>,
-    top: Vec<(u32, f32)>,
-}
-
 impl ChoiceRow {
     fn of(index: usize, answer: &Answer, logprobs: bool) -> ChoiceRow {
-        let row = |token: &Token| TokenRow { id: token.id, logprob: token.logprob, top: token.candidates.clone() };
         ChoiceRow {
             index,
             tokens: answer.tokens.iter().map(|token| token.id).collect(),
             text: answer.text.clone(),
             finish_reason: answer.finish_reason.name(),
-            logprobs: logprobs.then(|| answer.tokens.iter().map(row).collect()),
+            logprobs: logprobs.then(|| answer.tokens.iter().map(TokenRow::of).collect()),
         }
     }
 }

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use anyhow::Result;
-use pp_engine::head::{FinishReason, Head, HeadOptions, Progress, Request};
+use pp_engine::head::{Event, FinishReason, Head, HeadOptions, Request};
 use pp_engine::sampler::Sampling;
 use serde::Serialize;
 
@@ -132,9 +132,9 @@ impl Bench<'_> {
             deadline: None,
         };
         let (mut begin, mut end) = (Instant::now(), Instant::now());
-        let answer = head.generate(request, cancel::flag(), &mut |progress| match progress {
-            Progress::Prefill { done, .. } if done <= from => begin = Instant::now(),
-            Progress::Prefill { done, total } if done == total => end = Instant::now(),
+        let answer = head.generate(request, cancel::flag(), &mut |event| match event {
+            Event::Prefill { done, .. } if done <= from => begin = Instant::now(),
+            Event::Prefill { done, total, .. } if done == total => end = Instant::now(),
             _ => {}
         })?;
         if answer.finish_reason == FinishReason::Cancelled {

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
+use pp_engine::law;
 use pp_engine::layout::StageLayout;
 use pp_engine::pipeline::Device;
 use serde::Serialize;
@@ -113,7 +114,7 @@ impl PlanReport {
             available_bytes: pool.available,
             needed_bytes: pool.stages.iter().map(|stage| stages[*stage].device_bytes).sum(),
         });
-        let hidden = plan.checkpoint.config.hidden as u64;
+        let hidden = plan.checkpoint.config.hidden;
         PlanReport {
             model: plan.checkpoint.path.display().to_string(),
             split: plan.counts.clone(),
@@ -131,8 +132,8 @@ impl PlanReport {
                 device_bytes: sum(|row| row.device_bytes),
             },
             memory: memory.collect(),
-            hop_bytes_decode: 4 * hidden,
-            hop_bytes_chunk: 4 * hidden * plan.options.chunk as u64,
+            hop_bytes_decode: law::hop_bytes(1, hidden, 4),
+            hop_bytes_chunk: law::hop_bytes(plan.options.chunk, hidden, 4),
             stages,
         }
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use pp_engine::chat_template::Message;
-use pp_engine::head::{Answer, Event, FinishReason, Head, HeadError, Request, Token};
+use pp_engine::head::{Answer, Event, FinishReason, Head, HeadError, Request};
 use pp_engine::schedule::Refused;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -20,7 +20,7 @@ use crate::output::live::Live;
 use crate::output::progress::Steps;
 use crate::plan::{self, Plan, Wanted};
 use crate::prompts::Prompts;
-use crate::report::{StageRow, stage_table};
+use crate::report::{StageRow, TokenRow, stage_table};
 use crate::settings::{self, PromptSource};
 use crate::{cancel, report};
 
@@ -185,13 +185,6 @@ struct Timings {
     total_seconds: f64,
 }
 
-#[derive(Debug, Serialize)]
-struct TokenRow {
-    id: u32,
-    logprob: Option<f32>,
-    top: Vec<(u32, f32)>,
-}
-
 impl RunReport {
     fn new(
         plan: &Plan,
@@ -205,7 +198,6 @@ impl RunReport {
         let times = answer.timings;
         let first = (!answer.tokens.is_empty()).then_some(times.first_token_seconds);
         let rate = |tokens: usize, seconds: f64| (tokens > 0 && seconds > 0.0).then(|| tokens as f64 / seconds);
-        let row = |token: &Token| TokenRow { id: token.id, logprob: token.logprob, top: token.candidates.clone() };
         RunReport {
             model: plan.checkpoint.path.display().to_string(),
             tokens: answer.tokens.iter().map(|token| token.id).collect(),
@@ -223,7 +215,7 @@ impl RunReport {
             split: plan.counts.clone(),
             seed: request.sampling.seed,
             stages,
-            logprobs: logprobs.then(|| answer.tokens.iter().map(row).collect()),
+            logprobs: logprobs.then(|| answer.tokens.iter().map(TokenRow::of).collect()),
             prompt_ids: request.prompt,
             text: answer.text,
         }

@@ -45,11 +45,9 @@ impl Costs {
         self.stages.iter().copied().max_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap_or_default()
     }
 
-    /// Chunks that `tokens` tokens of prompt are best cut into; none is smaller than a page.
-    pub fn prefill_chunks(&self, tokens: usize) -> usize {
-        let stage = self.slowest(tokens);
-        let work = stage.seconds(tokens as f64, 0.0) - stage.alpha;
-        law::best_chunks(self.stages.len(), stage.alpha, work, tokens.div_ceil(pp_shaders::PAGE))
+    /// Tokens of the first of the chunks that `tokens` tokens of prompt are best cut into, none larger than `most`.
+    pub fn first_chunk(&self, tokens: usize, most: usize) -> usize {
+        law::chunks(tokens, 0, self.stages.len(), self.slowest(tokens), most).first().copied().unwrap_or(most)
     }
 
     /// Tokens of a chunk that begins at position `start` and takes the slowest stage as long as one of `first` tokens at

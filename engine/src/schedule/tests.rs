@@ -55,6 +55,30 @@ fn a_full_queue_is_busy_and_says_when_to_come_again() {
     assert_eq!(refused, Err(Refused::Busy { queued: 2, limit: 2, retry_seconds: 3.0 }));
 }
 
+#[test]
+fn requests_that_have_a_place_are_not_counted_as_waiting() {
+    // All at once, before the first micro-batch: four have a place, two may wait.
+    let mut scheduler = Scheduler::new(limits());
+    (0..6).for_each(|_| assert!(scheduler.submit(job(4), 0).is_ok()));
+    let refused = scheduler.submit(job(4), 0);
+    assert_eq!(refused, Err(Refused::Busy { queued: 2, limit: 2, retry_seconds: 1.0 }));
+    // Without a queue a place is still a place.
+    let mut scheduler = Scheduler::new(Limits { queue: 0, sequences: 1, ..limits() });
+    assert!(scheduler.submit(job(4), 0).is_ok());
+    assert!(matches!(scheduler.submit(job(4), 0), Err(Refused::Busy { queued: 0, .. })));
+}
+
+#[test]
+fn the_hint_counts_from_when_the_pipe_was_last_empty() {
+    let mut scheduler = Scheduler::new(Limits { sequences: 1, queue: 0, ..limits() });
+    let first = scheduler.submit(job(4), 0).unwrap();
+    scheduler.cancel(first);
+    let hour = 3_600_000_000_000;
+    scheduler.submit(job(4), hour).unwrap();
+    let refused = scheduler.submit(job(4), hour + 5_000_000_000);
+    assert_eq!(refused, Err(Refused::Busy { queued: 0, limit: 0, retry_seconds: 5.0 }));
+}
+
 /// T16: a cancelled sequence's pages are free at once, and the stages hear of it with the next micro-batch, which is made
 /// for it if there is no other.
 #[test]

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use super::load::{Distribution, End, Load, Request};
 use super::toy::Toy;
 use super::*;
+use crate::law;
 use crate::random::Random;
 use crate::schedule::{Choice, Limits, Part, RequestId, Scheduler};
 
@@ -77,8 +78,10 @@ fn t1_equal_slots() {
             let (seconds, trace) = makespan(&pipe, std::iter::repeat_n(1, batches));
             let (m, p) = (batches as f64, stages as f64);
             assert_eq!(seconds, 0.5 * (m + p - 1.0), "P = {stages}, M = {batches}");
+            assert_eq!(seconds, 0.5 * law::slots(stages, batches) as f64);
             let efficiency = busy_share(&trace, seconds);
             assert!((efficiency - m / (m + p - 1.0)).abs() < 1e-9);
+            assert!((efficiency - law::job_efficiency(stages, batches)).abs() < 1e-9);
             let wrong = m * p / (m * p + p - 1.0);
             assert_eq!((efficiency - wrong).abs() > 1e-3, stages >= 2, "P = {stages}, M = {batches}");
         }
@@ -103,6 +106,7 @@ proptest! {
         let sum: f64 = stages.iter().map(|(t, s, l)| ms(t + s + l)).sum();
         let slowest = stages.iter().map(|(t, s, _)| ms(*t.max(s))).fold(0.0, f64::max);
         prop_assert!((seconds - (sum + (batches - 1) as f64 * slowest)).abs() < 1e-6);
+        prop_assert!((seconds - law::makespan(&pipe.stages, &pipe.hops, 1.0, batches)).abs() < 1e-6);
     }
 
     /// T3: uneven micro-batches on proportional stages: Στ + (P − 1)·max τ in any order.
@@ -194,6 +198,7 @@ fn t6_the_chosen_groups() {
             let (p, b) = (stages as f64, sequences as f64);
             let one = b / (p * (alpha + beta * b));
             let ceiling = p * (alpha + beta * b) / (p * alpha + beta * b);
+            assert!((ceiling - law::speedup(alpha, beta, stages, b)).abs() < 1e-9);
             assert!(best / one < ceiling * 1.01 + p * 1e-2, "{best} over {one}, S(B) = {ceiling}");
             if (sequences % stages) == 0 {
                 assert!(best / one > ceiling * 0.95, "{best} over {one}, S(B) = {ceiling}");
@@ -228,6 +233,32 @@ fn t12_chunks_do_not_wait_for_sampling() {
     let seconds = (chunks[9].answered - chunks[0].sent) as f64 / SECOND;
     assert!((seconds - slots * (0.01 + 64.0 * 1e-4)).abs() < 1e-6, "{seconds}");
     assert!((end as f64 / SECOND - (seconds + pipe.sampling)).abs() < 1e-6);
+}
+
+/// T9 in the scheduler: once the stages are measured, a prompt's chunks take equal times within 5 % or a page of tokens, the
+/// last apart, and are shorter the more there is to attend to.
+#[test]
+fn t9_chunks_take_equal_times() {
+    let stage = StageCost { alpha: 0.01, beta: 1e-4, attention: 4e-8 };
+    let pipe = Pipe::of(vec![stage; 4]);
+    let mut requests = same(1, 700, 20);
+    requests.push(Request { at: 60_000_000_000, prompt: vec![9; 3500], output: 1, ..Request::default() });
+    let mut load = Load::new(Limits { batch_tokens: 2048, ..limits(4, 4) }, requests, 100);
+    let (trace, _) = run(&pipe, &mut load, &mut Nothing, Nanos::MAX).expect("no deadlock");
+    let late = trace.head.iter().find(|span| span.sent >= 60_000_000_000).expect("the second prompt").step;
+    let chunks: Vec<(f64, u32)> = trace.stages[0]
+        .spans
+        .iter()
+        .filter(|span| span.step >= late)
+        .map(|span| ((span.finished - span.started) as f64 / SECOND, span.tokens))
+        .collect();
+    assert!(chunks.len() > 4, "{chunks:?}");
+    let (first, page) = (chunks[0].0, 32.0 * stage.beta + stage.attention * 2.0 * 3500.0 * 32.0);
+    for (seconds, _) in &chunks[..chunks.len() - 1] {
+        assert!((seconds - first).abs() <= (0.05 * first).max(page), "{chunks:?}");
+    }
+    assert!(chunks[..chunks.len() - 1].windows(2).all(|pair| pair[1].1 <= pair[0].1), "{chunks:?}");
+    assert!(chunks[chunks.len() - 2].1 < chunks[0].1, "{chunks:?}");
 }
 
 /// T10: whatever the delays and credits, nothing stands still and no hop holds more than its credits.

@@ -1,5 +1,6 @@
 // What all lanes of a subgroup of 8 read: each reads a token's share and hands it to the others. Software drivers pay for
-// every component that a lane loads, also where all load the same.
+// every component that a lane loads, also where all load the same. A line for each lane: subgroupBroadcast wants a
+// constant. Lanes are invocations in order, as the self-test and the tests of kernels would notice.
 
 // Blocks at `position` of COLS tokens from `token0` on.
 fn columns(token0: u32, position: u32, lane: u32) -> array<Column, COLUMNS> {

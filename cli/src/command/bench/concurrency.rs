@@ -20,8 +20,8 @@ use crate::output::{Out, Report, table};
 use crate::plan::{self, Plan, Wanted};
 use crate::prompts::Prompts;
 use crate::report::{Percentiles, Spread, StageRow, stage_table};
-use crate::requests::{self, RequestLine};
-use crate::settings::SEQUENCES_MAX;
+use crate::requests::{self, Defaults, RequestLine};
+use crate::settings::{SEQUENCES, SEQUENCES_MAX};
 use crate::{cancel, report};
 
 /// How long the head waits for the pipe before it looks whether a request is due.
@@ -40,7 +40,7 @@ pub fn run(args: &BenchArgs, out: &Out) -> Result<ExitCode> {
         Some(requests) => {
             let longest = requests.iter().map(|(_, r)| r.prompt.len().saturating_add(r.max_tokens)).max();
             let answers = requests.iter().map(|(_, r)| r.choices as usize).sum::<usize>();
-            (longest.unwrap_or(1), answers.clamp(1, 16))
+            (longest.unwrap_or(1), answers.clamp(1, SEQUENCES))
         }
         None => (
             args.prompt_tokens.saturating_add(args.gen_tokens).saturating_add(1),
@@ -98,33 +98,22 @@ fn made_up(args: &BenchArgs, index: usize, vocab: usize) -> Request {
 
 /// Requests of a file, with the seconds at which they come.
 fn replay(path: &Path, prompts: &Prompts, vocab: usize) -> Result<Vec<(f64, Request)>> {
+    let defaults = Defaults { sampling: Sampling::default(), max_tokens: 64, stop: Vec::new() };
     let mut requests = Vec::new();
     for line in requests::open(path)? {
         let (number, text) = line?;
         let bad = |message: String| usage(format!("{}, line {number}: {message}", path.display()));
         let line = text.and_then(|text| RequestLine::parse(&text)).map_err(bad)?;
-        let sampling = line.sampling(&Sampling::default(), vocab).map_err(bad)?;
-        let prompt = match (line.prompt_tokens, &line.prompt, line.conversation()) {
-            (Some(tokens), None, None) if (1..=1 << 20).contains(&tokens) => {
+        // What is out of range is told before what is missing.
+        let request = line.request(Vec::new(), &defaults, vocab).map_err(bad)?;
+        let prompt = match (line.prompt_tokens, line.prompt.is_some() || line.messages.is_some()) {
+            (Some(tokens), false) if (1..=1 << 20).contains(&tokens) => {
                 (0..tokens).map(|place| made_up_id(place + 1009 * number, vocab)).collect()
             }
-            (None, Some(text), None) if line.raw => prompts.raw(text)?,
-            (None, Some(text), None) => {
-                prompts.chat(&[pp_engine::chat_template::Message::new("user", text.clone())], &line.template_args)?
-            }
-            (None, None, Some(messages)) => prompts.chat(&messages, &line.template_args)?,
+            (None, true) => line.ids(prompts).map_err(bad)?,
             _ => return Err(bad("one of prompt_tokens, prompt and messages is expected".to_owned())),
         };
-        let stop_at_eos = line.prompt_tokens.is_none();
-        let request = Request {
-            prompt,
-            choices: line.n.unwrap_or(1),
-            max_tokens: line.max_tokens.unwrap_or(64),
-            sampling,
-            stop: line.stop_texts(),
-            stop_at_eos,
-            deadline: line.deadline_seconds.map(Duration::from_secs_f64),
-        };
+        let request = Request { prompt, stop_at_eos: line.prompt_tokens.is_none(), ..request };
         requests.push((line.arrival_ms.unwrap_or(0.0) * 1e-3, request));
     }
     if requests.is_empty() {
