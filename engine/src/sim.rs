@@ -343,7 +343,12 @@ pub fn run(
         .stages
         .into_iter()
         .enumerate()
-        .map(|(i, state)| StageTrace { device: format!("simulated {i}"), layers: (i, i + 1), spans: state.spans })
+        .map(|(i, state)| StageTrace {
+            device: format!("simulated {i}"),
+            layers: (i, i + 1),
+            spans: state.spans,
+            ..StageTrace::default()
+        })
         .collect();
     Ok((trace, now))
 }

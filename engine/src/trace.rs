@@ -39,7 +39,7 @@ pub struct StageSpan {
     pub taken: Nanos,
     /// The device began.
     pub started: Nanos,
-    /// The device was done and the result read back.
+    /// The device was done; by the host's clock ([`Timestamps`]): and the result read back.
     pub finished: Nanos,
     /// The result was ready for the hop.
     pub send_started: Nanos,
@@ -92,6 +92,27 @@ pub struct HeadInterval {
     pub to: Nanos,
 }
 
+/// Which clock says when a stage's device began and was done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Timestamps {
+    /// The host's: when it had submitted, and when it saw the results.
+    #[default]
+    Host,
+    /// The device's own.
+    Device,
+}
+
+impl Timestamps {
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Timestamps::Host => "host",
+            Timestamps::Device => "device",
+        }
+    }
+}
+
 /// A stage and its micro-batches, by `started`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StageTrace {
@@ -99,6 +120,8 @@ pub struct StageTrace {
     pub device: String,
     /// First layer and the one after the last.
     pub layers: (usize, usize),
+    /// Whose clock `started` and `finished` are by.
+    pub timestamps: Timestamps,
     /// The micro-batches.
     pub spans: Vec<StageSpan>,
 }
@@ -139,8 +162,8 @@ impl<T> Default for Ring<T> {
     }
 }
 
-/// Device, layers, and what happened there.
-type StageRing = (String, (usize, usize), Mutex<Ring<StageSpan>>);
+/// Device, layers, and what happened there by which clock.
+type StageRing = (String, (usize, usize), Mutex<(Timestamps, Ring<StageSpan>)>);
 
 /// Where a pipeline writes its trace.
 #[derive(Debug)]
@@ -176,15 +199,20 @@ impl Recorder {
         instant.saturating_duration_since(self.origin).as_nanos() as Nanos
     }
 
+    /// Which clock a stage's device is timed by; the host's unless told otherwise.
+    pub fn timed_by(&self, stage: usize, timestamps: Timestamps) {
+        locked(&self.stages[stage].2).0 = timestamps;
+    }
+
     /// A stage has handed a micro-batch on.
     pub fn stage(&self, stage: usize, span: StageSpan) {
-        locked(&self.stages[stage].2).push(span);
+        locked(&self.stages[stage].2).1.push(span);
     }
 
     /// The hop has taken a stage's latest micro-batch, if it is that of `step`.
     pub fn handed_on(&self, stage: usize, step: u64) {
         let now = self.now();
-        if let Some(span) = locked(&self.stages[stage].2).items.back_mut().filter(|span| span.step == step) {
+        if let Some(span) = locked(&self.stages[stage].2).1.items.back_mut().filter(|span| span.step == step) {
             span.sent = now;
         }
     }
@@ -204,7 +232,7 @@ impl Recorder {
     /// Seconds that each stage was busy with a step, as far as that is remembered.
     pub fn step_seconds(&self, step: u64) -> Vec<f64> {
         let stages = self.stages.iter().filter_map(|(_, _, ring)| {
-            let ring = locked(ring);
+            let ring = &locked(ring).1;
             let span = ring.items.iter().rev().find(|span| span.step == step)?;
             Some((span.finished - span.started) as f64 * 1e-9)
         });
@@ -234,9 +262,10 @@ impl Recorder {
     pub fn snapshot(&self) -> Trace {
         let mut dropped = 0;
         let stages = self.stages.iter().map(|(device, layers, ring)| {
-            let ring = locked(ring);
+            let (timestamps, ring) = &*locked(ring);
             dropped += ring.dropped;
-            StageTrace { device: device.clone(), layers: *layers, spans: ring.items.iter().copied().collect() }
+            let (device, spans) = (device.clone(), ring.items.iter().copied().collect());
+            StageTrace { device, layers: *layers, timestamps: *timestamps, spans }
         });
         let stages = stages.collect();
         let head = locked(&self.head);

@@ -12,7 +12,7 @@ use std::io::{self, BufWriter, Write};
 use serde::{Deserialize, Serialize};
 
 use super::causes::{Cause, causes};
-use super::{HeadInterval, HeadSpan, HeadState, Nanos, StageSpan, Trace};
+use super::{HeadInterval, HeadSpan, HeadState, Nanos, StageSpan, StageTrace, Timestamps, Trace};
 
 pub use read::{ReadError, read};
 
@@ -35,6 +35,9 @@ struct Header {
 struct StageHeader {
     device: String,
     layers: (usize, usize),
+    /// Older files do not say, and were by the host's clock.
+    #[serde(default)]
+    timestamps: Timestamps,
 }
 
 /// A line of `traceEvents`.
@@ -113,7 +116,11 @@ pub fn write(trace: &Trace, out: impl Write) -> io::Result<()> {
         stages: trace
             .stages
             .iter()
-            .map(|stage| StageHeader { device: stage.device.clone(), layers: stage.layers })
+            .map(|StageTrace { device, layers, timestamps, .. }| StageHeader {
+                device: device.clone(),
+                layers: *layers,
+                timestamps: *timestamps,
+            })
             .collect(),
     };
     write!(file.out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":")?;

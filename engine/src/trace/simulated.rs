@@ -59,7 +59,7 @@ impl Setup {
     }
 
     fn empty(&self) -> Trace {
-        let stage = |i| StageTrace { device: format!("card {i}"), layers: (8 * i, 8 * i + 8), spans: Vec::new() };
+        let stage = |i| StageTrace { device: format!("card {i}"), layers: (8 * i, 8 * i + 8), ..StageTrace::default() };
         Trace { stages: (0..self.stages.len()).map(stage).collect(), ..Trace::default() }
     }
 }

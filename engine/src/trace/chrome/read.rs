@@ -161,8 +161,12 @@ impl Reader {
         if header.stages.len() > STAGES_MAX {
             return Err(Fault::TooMany("stages", STAGES_MAX));
         }
-        let stage =
-            |stage: super::StageHeader| StageTrace { device: stage.device, layers: stage.layers, spans: Vec::new() };
+        let stage = |super::StageHeader { device, layers, timestamps }| StageTrace {
+            device,
+            layers,
+            timestamps,
+            spans: Vec::new(),
+        };
         self.trace.stages = header.stages.into_iter().map(stage).collect();
         self.trace.dropped = header.dropped;
         self.header = true;

@@ -172,7 +172,7 @@ proptest! {
     #[test]
     fn any_records_come_back(
         stamps in prop::collection::vec(prop::array::uniform6(any::<u64>()), 0..20), step in any::<u64>(), group in any::<u32>(),
-        device in ".{0,20}", layers in any::<(usize, usize)>(), dropped in any::<u64>(), state in 0usize..4,
+        device in ".{0,20}", layers in any::<(usize, usize)>(), dropped in any::<u64>(), state in 0usize..4, own_clock in any::<bool>(),
     ) {
         use HeadState::*;
         let span = |[arrived, taken, started, finished, send_started, sent]: [u64; 6]| StageSpan {
@@ -180,8 +180,9 @@ proptest! {
         };
         let head = |[formed, sent, answered, sampled, ..]: [u64; 6]| HeadSpan { step, group, prefill_tokens: 1, decode_tokens: group, formed, sent, answered, sampled };
         let interval = |[from, to, ..]: [u64; 6]| HeadInterval { state: [Working, Waiting, KvWait, Idle][state], from, to };
+        let timestamps = if own_clock { Timestamps::Device } else { Timestamps::Host };
         let trace = Trace {
-            stages: vec![StageTrace { device, layers, spans: stamps.iter().copied().map(span).collect() }],
+            stages: vec![StageTrace { device, layers, timestamps, spans: stamps.iter().copied().map(span).collect() }],
             head: stamps.iter().copied().map(head).collect(),
             states: stamps.iter().copied().map(interval).collect(),
             dropped,
