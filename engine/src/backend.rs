@@ -1,6 +1,7 @@
 //! What runs programs: [`gpu`] on wgpu, [`reference`] on the kernels' twins, [`paced`] on nothing but time; and what is
 //! asked of a device before it is trusted ([`selftest`]) and before it is judged ([`roofline`]).
 
+mod clock;
 pub mod gpu;
 mod in_flight;
 pub mod paced;
@@ -14,6 +15,7 @@ use pp_shaders::Profile;
 use thiserror::Error;
 
 use crate::program::{BufferId, Program, Shape};
+use crate::trace::Timestamps;
 
 /// A program that a backend has prepared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -45,9 +47,11 @@ pub struct Ticket(pub u64);
 pub struct Done {
     /// The bytes of [`Run::reads`].
     pub reads: Vec<Vec<u8>>,
-    /// When the device could begin: the run was submitted, and the one before it had finished.
+    /// When the device began, never before the run was submitted and the one before it had finished. By the host's
+    /// clock ([`Backend::timestamps`]): when it could begin.
     pub started: Instant,
-    /// When its results were there, as the host saw it: a caller that collects late sees it late.
+    /// When the device was done, never after the run was collected. By the host's clock: when its results were there, as
+    /// the host saw it; a caller that collects late sees it late.
     pub finished: Instant,
 }
 
@@ -56,6 +60,8 @@ pub struct Done {
 pub struct Counts {
     /// Buffers made, those for uploads and read-back among them.
     pub buffers: u64,
+    /// Sets of timestamps made.
+    pub query_sets: u64,
     /// Submissions to the device for runs.
     pub submissions: u64,
 }
@@ -114,6 +120,10 @@ pub trait Backend: Send {
     /// Runs that are worth having on the device at once, from 1 to [`RUNS_MAX`].
     fn runs_at_once(&self) -> usize {
         RUNS_MAX
+    }
+    /// Which clock says when runs started and finished. Runs whose ticks say nothing are timed by the host all the same.
+    fn timestamps(&self) -> Timestamps {
+        Timestamps::Host
     }
     /// Waits for a run and takes what it read.
     ///

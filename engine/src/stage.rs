@@ -46,7 +46,7 @@ pub struct Finished {
     pub output: StageOutput,
     /// When the device began, as [`crate::backend::Done`] has it; as `finished` where it had nothing to do.
     pub started: Instant,
-    /// When its results were there.
+    /// When it was done, likewise.
     pub finished: Instant,
 }
 

@@ -19,7 +19,7 @@ const IDLE: Duration = Duration::from_millis(100);
 /// What a stage has done so far; read by others while it works.
 #[derive(Debug, Default)]
 pub struct Counters {
-    /// Nanoseconds that the device was busy: the union of its runs, as the host saw them.
+    /// Nanoseconds that the device was busy: the union of its runs.
     pub busy_ns: AtomicU64,
     /// Micro-batches done.
     pub steps: AtomicU64,
@@ -65,6 +65,7 @@ pub fn run(
 ) -> Result<(), WorkerError> {
     let (limits, current) = (stage.message_limits(), epoch.load(Ordering::Relaxed));
     let at_once = stage.backend().runs_at_once();
+    recorder.timed_by(stage.layout().spec.index, stage.backend().timestamps());
     let mut worker = Worker { stage, limits, epoch, current, counters, recorder, begun: VecDeque::new() };
     let mut closed = false;
     while !stop.load(Ordering::Relaxed) {

@@ -3,9 +3,10 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pp_engine::backend::gpu::Gpu;
+use pp_engine::backend::gpu::adapter::Adapter;
 use pp_engine::backend::reference::Reference;
 use pp_engine::backend::{Backend, Counts, DeviceError, DeviceLimits, Done, OpTime, ProgramId, Run, Ticket};
 use pp_engine::checkpoint::Checkpoint;
@@ -14,7 +15,7 @@ use pp_engine::message::{self, OutputRequest, Span, Step};
 use pp_engine::pipeline::Device;
 use pp_engine::program::{BufferId, Program, Shape};
 use pp_engine::stage::{Stage, StageOutput};
-use pp_engine::trace::{Recorder, StageSpan};
+use pp_engine::trace::{Recorder, StageSpan, Timestamps};
 use pp_engine::worker::{self, Counters, WorkerError};
 use pp_shaders::{PAGE, Profile};
 use pp_transport::local::pair;
@@ -115,7 +116,10 @@ fn a_steady_decode_makes_no_buffers() {
     let steps = steps();
     let outputs = alone(&mut first, &steps, &vec![Vec::new(); steps.len()]);
     alone(&mut last, &steps, &hidden(&outputs));
-    let made = |stage: &Stage| stage.backend().counts().buffers;
+    let made = |stage: &Stage| {
+        let counts = stage.backend().counts();
+        (counts.buffers, counts.query_sets)
+    };
     let before = [made(&first), made(&last)];
     // Across a page's end, so that page tables grow.
     let start = PROMPT + 8;
@@ -124,7 +128,46 @@ fn a_steady_decode_makes_no_buffers() {
     let outputs = overlapped(&mut first, &tokens, &vec![Vec::new(); tokens.len()]);
     overlapped(&mut last, &tokens, &hidden(&outputs));
     assert_eq!([made(&first), made(&last)], before);
-    assert!(before[0] > 0, "buffers are counted");
+    assert!(before[0].0 > 0, "buffers are counted");
+    let has_clock = adapter().timestamps() == Timestamps::Device;
+    assert_eq!(before[0].1, u64::from(has_clock), "what timestamps need is made when the stage opens");
+}
+
+/// Whoever waits before it collects a run, as a worker does whose hop is full, finds when the run ended by the device's
+/// clock: whole runs and those that are cut, alone and with one more behind.
+#[test]
+fn a_run_has_finished_when_its_device_was_done_not_when_it_is_collected() {
+    const LATE: Duration = Duration::from_millis(300);
+    let checkpoint = checkpoint("tiny/llama-untied");
+    for (adapter, target) in Adapter::all().into_iter().flat_map(|a| [(a.clone(), Duration::MAX), (a, Duration::ZERO)])
+    {
+        let name = format!("{}, submissions of {target:?}", adapter.name());
+        let device = Device::Gpu { adapter: adapter.clone(), profile: adapter.profile(), checked: true };
+        let open = || {
+            let mut gpu = Gpu::open(&adapter, adapter.profile(), true).unwrap();
+            gpu.set_submission_target(target);
+            Box::new(gpu) as Box<dyn Backend>
+        };
+        let [mut stage, _] = two_stages_on(&checkpoint, &device, open);
+        assert_eq!(stage.backend().timestamps(), adapter.timestamps(), "{name}");
+        alone(&mut stage, &steps(), &vec![Vec::new(); steps().len()]);
+        let mut before = Instant::now();
+        for start in PROMPT + 8..PROMPT + 12 {
+            let begun = [0, 1].map(|sequence| stage.begin(&step(sequence, start, 1), &[]).unwrap());
+            std::thread::sleep(LATE);
+            for pending in begun {
+                let done = stage.finish(pending).unwrap();
+                let now = Instant::now();
+                assert!(before <= done.started && done.started <= done.finished && done.finished <= now, "{name}");
+                if adapter.timestamps() == Timestamps::Device {
+                    let (took, old) = (done.finished - done.started, now - done.finished);
+                    assert!(took < LATE / 2, "{name}: it took {took:?}");
+                    assert!(took > Duration::ZERO && old > LATE / 2, "{name}: it ended {old:?} ago");
+                }
+                before = done.finished;
+            }
+        }
+    }
 }
 
 #[test]

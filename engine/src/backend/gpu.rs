@@ -4,13 +4,14 @@
 //! buffers of a stage are made when it opens; while a run is on the device the next one is recorded, so that only small
 //! writes and the submission stand between two steps. Two runs may be on the device at once, each with staging buffers
 //! of its own. The queue does them in order: the uploads of the later one come after the kernels and the read-back
-//! copies of the earlier. When a run started and finished is the host's view; no clock of the device is read.
+//! copies of the earlier. When a run started and finished the device's clock says where it has one, else the host's.
 
 pub mod adapter;
 mod forecast;
 mod pin;
 mod raw;
 mod staging;
+mod stamps;
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -22,9 +23,11 @@ use pp_shaders::{Access, Profile, Variant};
 use super::in_flight::InFlight;
 use super::{Backend, Counts, DeviceError, DeviceLimits, Done, OpTime, ProgramId, RUNS_MAX, Run, Ticket};
 use crate::program::{BufferId, Op, Program, Shape};
+use crate::trace::Timestamps;
 use adapter::Adapter;
 use forecast::{Forecast, cut};
 use staging::{Maps, Staging, ranges};
+use stamps::Stamps;
 
 /// A step that takes longer than this has lost its device.
 const STEP_TIMEOUT: Duration = Duration::from_secs(120);
@@ -52,9 +55,11 @@ pub struct Gpu {
     staging: [Staging; 2],
     turn: usize,
     in_flight: InFlight<Flight>,
+    stamps: Option<Stamps>,
     forecast: Forecast,
     submission_target: Duration,
     buffers_made: Cell<u64>,
+    query_sets_made: Cell<u64>,
     submissions: u64,
     recorded: Option<Recorded>,
     unsubmitted_bytes: usize,
@@ -89,6 +94,7 @@ struct Dispatch<'a> {
 struct Flight {
     /// Programs and their work.
     programs: Vec<(ProgramId, f64)>,
+    submitted: Instant,
     index: wgpu::SubmissionIndex,
     /// Where its reads are in the read-back buffer.
     reads: Vec<std::ops::Range<usize>>,
@@ -141,7 +147,7 @@ impl Gpu {
                 lost.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert(DeviceError::Lost { message });
             }
         });
-        Ok(Gpu {
+        let mut gpu = Gpu {
             name: adapter.name().to_owned(),
             profile: Profile {
                 wide: profile.wide && device.features().contains(wgpu::Features::SHADER_INT64),
@@ -163,15 +169,19 @@ impl Gpu {
             staging: Default::default(),
             turn: 0,
             in_flight: InFlight::default(),
+            stamps: None,
             forecast: Forecast::default(),
             submission_target: SUBMISSION_TARGET,
             buffers_made: Cell::new(0),
+            query_sets_made: Cell::new(0),
             submissions: 0,
             recorded: None,
             unsubmitted_bytes: 0,
             allocated: 0,
             errors,
-        })
+        };
+        gpu.stamps = Stamps::open(&gpu);
+        Ok(gpu)
     }
 
     /// Cuts runs into submissions that are forecast to take at most `target` each, where that is possible between two
@@ -233,6 +243,13 @@ impl Gpu {
             }
             other => DeviceError::Validation { message: other.to_string() },
         })
+    }
+
+    fn query_set(&self, count: u32) -> Result<wgpu::QuerySet, DeviceError> {
+        let desc = wgpu::QuerySetDescriptor { label: None, ty: wgpu::QueryType::Timestamp, count };
+        self.query_sets_made.set(self.query_sets_made.get() + 1);
+        self.scoped(|| self.device.create_query_set(&desc))
+            .map_err(|error| DeviceError::Validation { message: error.to_string() })
     }
 
     fn layout(&mut self, bindings: &[(u32, Access)]) -> (wgpu::BindGroupLayout, wgpu::PipelineLayout) {
@@ -343,15 +360,20 @@ impl Gpu {
             dispatches.iter().map(|dispatch| self.forecast.seconds(dispatch.program, dispatch.op.work(dispatch.shape)));
         let pieces = cut(seconds, self.submission_target.as_secs_f64());
         let (mut commands, mut rest) = (Vec::with_capacity(pieces.len()), dispatches.as_slice());
+        let stamps = self.stamps.as_ref();
         for (i, count) in pieces.iter().enumerate() {
             let (piece, others) = rest.split_at(*count);
             rest = others;
-            let mut encoder = self.encode(piece, None);
-            if let Some(staging) = self.staging[turn].read_back.as_ref().filter(|_| i + 1 == pieces.len()) {
-                let (ranges, _) = ranges(reads.iter().map(|(_, bytes)| *bytes));
-                for ((buffer, bytes), range) in reads.iter().zip(ranges) {
+            let is_last = i + 1 == pieces.len();
+            let mut encoder = self.encode(piece, stamps.and_then(|stamps| stamps.writes(turn, i == 0, is_last)), None);
+            if let Some(staging) = self.staging[turn].read_back.as_ref().filter(|_| is_last) {
+                let (ranges, _) = self.read_ranges(reads);
+                for ((buffer, bytes), range) in reads.iter().zip(&ranges) {
                     let (from, bytes) = (&self.buffers[buffer.0 as usize], bytes.next_multiple_of(4) as u64);
                     encoder.copy_buffer_to_buffer(from, 0, staging, range.start as u64, bytes);
+                }
+                if let (Some(stamps), Some(range)) = (stamps, ranges.last()) {
+                    stamps.read(&mut encoder, turn, staging, range.start);
                 }
             }
             commands.push(encoder.finish());
@@ -368,10 +390,17 @@ impl Gpu {
         all.collect()
     }
 
-    /// Dispatches in a pass of their own, with a time before each and after the last where times are wanted.
-    fn encode(&self, dispatches: &[Dispatch<'_>], times: Option<&wgpu::QuerySet>) -> wgpu::CommandEncoder {
+    /// Dispatches in a pass of their own, with timestamps around it, and with a time before each dispatch and after the
+    /// last where those are wanted.
+    fn encode(
+        &self,
+        dispatches: &[Dispatch<'_>],
+        around: Option<wgpu::ComputePassTimestampWrites<'_>>,
+        times: Option<&wgpu::QuerySet>,
+    ) -> wgpu::CommandEncoder {
         let mut encoder = self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+        let desc = wgpu::ComputePassDescriptor { label: None, timestamp_writes: around };
+        let mut pass = encoder.begin_compute_pass(&desc);
         let mut query = 0;
         for Dispatch { shape, op, pipeline, group, .. } in dispatches {
             if let Some(times) = times {
@@ -471,7 +500,7 @@ impl Backend for Gpu {
             _ => self.record(run.programs, run.reads, turn),
         };
         let uploads = self.upload(run.writes, turn)?;
-        let (reads, bytes) = ranges(run.reads.iter().map(|(_, bytes)| *bytes));
+        let (reads, bytes) = self.read_ranges(run.reads);
         let staging = &self.staging[turn];
         let upload = staging.upload.as_ref().filter(|_| uploads.is_some());
         let read_back = staging.read_back.clone().filter(|_| bytes > 0);
@@ -491,7 +520,7 @@ impl Backend for Gpu {
         }
         let work = |id: &ProgramId, shape| self.programs[id.0].program.ops.iter().map(|op| op.work(shape)).sum();
         let programs = run.programs.iter().map(|(id, shape)| (*id, work(id, shape))).collect();
-        Ok(self.in_flight.push(submitted, Flight { programs, index, reads, read_back, maps }))
+        Ok(self.in_flight.push(submitted, Flight { programs, submitted, index, reads, read_back, maps }))
     }
 
     /// Mesa's software driver does not return from a submission before the one ahead of it is done: what it has done
@@ -500,15 +529,23 @@ impl Backend for Gpu {
         if self.is_software() { 1 } else { RUNS_MAX }
     }
 
+    fn timestamps(&self) -> Timestamps {
+        if self.stamps.is_some() { Timestamps::Device } else { Timestamps::Host }
+    }
+
     fn collect(&mut self, ticket: Ticket) -> Result<Done, DeviceError> {
         let (started, mut flight) = self.in_flight.pop(ticket);
         // A run that is done before anyone waits for it has taken at most the time until now.
         let is_done = self.device.poll(wgpu::PollType::Poll).is_ok() && flight.maps.are_done().unwrap_or(false);
-        let programs = std::mem::take(&mut flight.programs);
-        let reads = self.land(flight)?;
-        let finished = Instant::now();
+        let (programs, submitted) = (std::mem::take(&mut flight.programs), flight.submitted);
+        let mut reads = self.land(flight)?;
+        let seen = Instant::now();
+        let placed = self.stamps.as_mut().and_then(|stamps| stamps.place(&reads.pop()?, submitted, seen));
+        let (begin, end) = placed.unwrap_or((started, seen));
+        self.forecast.learn(&programs, (end - begin).as_secs_f64(), is_done && placed.is_none());
+        // The bounds of the clock may have moved since the run before it: runs do not overlap all the same.
+        let (started, finished) = (begin.max(started), end.max(started));
         self.in_flight.finish(finished);
-        self.forecast.learn(&programs, (finished - started).as_secs_f64(), is_done);
         Ok(Done { reads, started, finished })
     }
 
@@ -520,22 +557,19 @@ impl Backend for Gpu {
             return Ok(Vec::new());
         }
         let count = ops as u32 + 1;
-        let queries = self.device.create_query_set(&wgpu::QuerySetDescriptor {
-            label: None,
-            ty: wgpu::QueryType::Timestamp,
-            count,
-        });
+        let queries = self.query_set(count)?;
         let bytes = 8 * count as usize;
         let resolve =
             self.buffer("timestamps", bytes, wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC)?;
         let read = self.buffer("timestamps", bytes, wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST)?;
-        let mut encoder = self.encode(&self.dispatches(programs), Some(&queries));
+        let mut encoder = self.encode(&self.dispatches(programs), None, Some(&queries));
         encoder.resolve_query_set(&queries, 0..count, &resolve, 0);
         encoder.copy_buffer_to_buffer(&resolve, 0, &read, 0, bytes as u64);
+        let submitted = Instant::now();
         let index = self.queue.submit([encoder.finish()]);
         let maps = Maps::ask(&self.queue, None, Some((&read, bytes)));
-        let flight =
-            Flight { programs: Vec::new(), index, reads: ranges([bytes].into_iter()).0, read_back: Some(read), maps };
+        let reads = ranges([bytes].into_iter()).0;
+        let flight = Flight { programs: Vec::new(), submitted, index, reads, read_back: Some(read), maps };
         let ticks: Vec<u64> =
             self.land(flight)?[0].chunks_exact(8).map(|b| u64::from_le_bytes(std::array::from_fn(|i| b[i]))).collect();
         let period = f64::from(self.queue.get_timestamp_period()) * 1e-9;
@@ -556,6 +590,10 @@ impl Backend for Gpu {
     }
 
     fn counts(&self) -> Counts {
-        Counts { buffers: self.buffers_made.get(), submissions: self.submissions }
+        Counts {
+            buffers: self.buffers_made.get(),
+            query_sets: self.query_sets_made.get(),
+            submissions: self.submissions,
+        }
     }
 }

@@ -124,6 +124,6 @@ impl Backend for Reference {
     }
 
     fn counts(&self) -> Counts {
-        Counts { buffers: self.buffers.len() as u64, submissions: self.submissions }
+        Counts { buffers: self.buffers.len() as u64, submissions: self.submissions, ..Counts::default() }
     }
 }

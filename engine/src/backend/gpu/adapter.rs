@@ -5,6 +5,8 @@ use std::sync::Arc;
 use pp_shaders::Profile;
 use thiserror::Error;
 
+use crate::trace::Timestamps;
+
 /// A Vulkan adapter and what is known of it.
 #[derive(Clone, Debug)]
 pub struct Adapter {
@@ -132,6 +134,12 @@ impl Adapter {
     /// Bytes of the largest device-local heap, where the driver tells.
     pub fn memory_bytes(&self) -> Option<u64> {
         self.memory_bytes
+    }
+
+    /// Which clock times what it does.
+    pub fn timestamps(&self) -> Timestamps {
+        let has_clock = self.raw.features().contains(wgpu::Features::TIMESTAMP_QUERY);
+        if has_clock { Timestamps::Device } else { Timestamps::Host }
     }
 
     /// The profile that suits it.

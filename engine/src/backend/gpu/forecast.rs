@@ -33,10 +33,11 @@ impl Forecast {
     }
 
     /// Programs that did so much work have taken `seconds` together, or at most so much. A run that was slower than
-    /// forecast counts at once, one that was faster little by little, but for the first ones.
+    /// forecast counts at once, one that was faster little by little, but for the first ones; one of no time at all says
+    /// nothing.
     pub fn learn(&mut self, run: &[(ProgramId, f64)], seconds: f64, at_most: bool) {
         let expected: f64 = run.iter().map(|(program, work)| self.seconds(*program, *work)).sum();
-        if expected == 0.0 || (at_most && seconds >= expected) {
+        if expected == 0.0 || seconds == 0.0 || (at_most && seconds >= expected) {
             return;
         }
         let ratio = seconds / expected;

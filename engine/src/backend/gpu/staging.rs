@@ -4,6 +4,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::Gpu;
+use super::stamps::TICKS_BYTES;
 use crate::backend::{DeviceError, Run};
 use crate::program::BufferId;
 
@@ -66,6 +67,12 @@ pub(super) fn ranges(parts: impl Iterator<Item = usize>) -> (Vec<std::ops::Range
 }
 
 impl Gpu {
+    /// Where a run's reads are in its read-back buffer, behind them its ticks where the device has a clock; and the
+    /// bytes of all.
+    pub(super) fn read_ranges(&self, reads: &[(BufferId, usize)]) -> (Vec<std::ops::Range<usize>>, usize) {
+        ranges(reads.iter().map(|(_, bytes)| *bytes).chain(self.stamps.is_some().then_some(TICKS_BYTES)))
+    }
+
     /// Makes the buffers that a run in turn `turn` needs where they are too small. A run that writes to the same
     /// buffers as one before it never does.
     pub(super) fn ensure_staging(&mut self, run: &Run<'_>, turn: usize) -> Result<(), DeviceError> {
@@ -79,7 +86,7 @@ impl Gpu {
             let buffer = self.mapped_buffer("upload", room(bytes, self.limits.buffer_bytes), usage)?;
             self.staging[turn].upload = Some(buffer);
         }
-        let (_, bytes) = ranges(run.reads.iter().map(|(_, bytes)| *bytes));
+        let (_, bytes) = self.read_ranges(run.reads);
         // The next run is recorded ahead, and reads as much.
         for turn in 0..2 {
             if is_small(&self.staging[turn].read_back, bytes) {
