@@ -7,6 +7,7 @@ use anyhow::Result;
 use pp_engine::backend::gpu::Gpu;
 use pp_engine::backend::gpu::adapter::{Adapter, AdapterError};
 use pp_engine::backend::selftest;
+use pp_engine::trace::Timestamps;
 use pp_engine::worker::panic_message;
 use serde::Serialize;
 
@@ -57,6 +58,8 @@ struct Row {
     features: Vec<String>,
     subgroup_sizes: (u32, u32),
     profile: &'static str,
+    /// Whose clock says in a trace when the device began and was done: its own or the host's.
+    timestamps: Timestamps,
     selftest: Option<SelfTest>,
     used_by_default: bool,
     why: String,
@@ -108,6 +111,7 @@ impl Row {
             features,
             subgroup_sizes: (info.subgroup_min_size, info.subgroup_max_size),
             profile: adapter.profile().name,
+            timestamps: adapter.timestamps(),
             selftest,
             used_by_default: default,
         }
@@ -195,6 +199,7 @@ impl Row {
             ),
             format!("   features   {}{subgroup}", self.features.join(", ")),
             format!("   profile    {}", self.profile),
+            format!("   timestamps {}", self.timestamps.name()),
             format!("   self-test  {selftest}"),
             format!("   {}", self.why),
         ];

@@ -146,9 +146,12 @@ fn devices_lists_every_adapter() {
             assert!(device[key].is_string(), "{key}: {device}");
         }
         assert!(device["limits"]["binding_bytes"].as_u64() > Some(0), "{device}");
+        let has_clock = device["features"].as_array().expect("an array").contains(&"TIMESTAMP_QUERY".into());
+        assert_eq!(device["timestamps"], if has_clock { "device" } else { "host" }, "{device}");
     }
     let text = stdout(&succeeded(&["devices", "--no-selftest"]));
     assert!(text.contains("type ") && text.contains("driver ") && text.contains("self-test  not done"), "{text}");
+    assert!(text.contains("timestamps "), "{text}");
     // Ids are what --device takes.
     let id = devices[0]["id"].as_str().expect("a text");
     let ran = object(&["-m", &model("tiny/llama-tied"), "-n", "1", "--device", id, "hello"]);
