@@ -11,7 +11,7 @@ use pp_engine::layout::{StageLayout, StageOptions, StageSpec};
 use pp_engine::message::{OutputRequest, Span, Step};
 use pp_engine::pipeline::Device;
 use pp_engine::stage::Stage;
-use pp_engine::{Act, KvType};
+use pp_engine::{Act, KvType, Wire};
 
 /// Tokens of the prefill micro-batch, and the position of the decoded token.
 const TOKENS: u32 = 64;
@@ -34,6 +34,7 @@ fn open() -> Stage {
         sequences: 1,
         kv_tokens: CONTEXT,
         chunk: TOKENS as usize,
+        wire: Wire::F32,
     };
     let spec = StageSpec::pipeline(&[checkpoint.config.layers]).remove(0);
     let layout = StageLayout::new(&checkpoint, spec, options, device.profile(), device.limits()).expect("it fits");

@@ -174,6 +174,10 @@ pub struct PipelineArgs {
     /// Precision of cached keys and values: auto is f16, and f32 in the exact mode
     #[arg(long, value_enum, default_value_t, value_name = "TYPE", help_heading = "Pipeline")]
     pub kv: KvArg,
+    /// How activations cross from stage to stage: f32 changes nothing; f16 is half the bytes, q8 (8 bits, in blocks of
+    /// 32) less than a third, and both cost some accuracy at every hop
+    #[arg(long, value_enum, default_value_t, value_name = "TYPE", help_heading = "Pipeline")]
+    pub wire: WireArg,
     /// Shapes of the kernels: for graphics cards or for software drivers; auto is by adapter
     #[arg(long, value_enum, default_value_t, value_name = "PROFILE", help_heading = "Pipeline")]
     pub profile: ProfileArg,
@@ -497,6 +501,15 @@ pub enum KvArg {
     Auto,
     F32,
     F16,
+}
+
+/// `--wire`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum WireArg {
+    #[default]
+    F32,
+    F16,
+    Q8,
 }
 
 /// `--profile`

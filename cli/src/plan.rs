@@ -83,7 +83,8 @@ pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Wanted) ->
     let pools = memory::pools(&devices);
     let asked = typed.or(wanted.context.map(|tokens| tokens.clamp(1, max)));
     let context = asked.unwrap_or(max);
-    let options = StageOptions { activations, kv, context, sequences, kv_tokens: context, chunk };
+    let wire = settings::wire(args.wire);
+    let options = StageOptions { activations, kv, context, sequences, kv_tokens: context, chunk, wire };
     fit(checkpoint, counts, devices, pools, options, Asked { context: asked.is_some(), kv_tokens }, &costs)
 }
 

@@ -21,13 +21,8 @@ pub struct Widened {
 
 impl Widened {
     /// Of a layout's list.
-    pub fn of(list: &[(&str, &str, usize)]) -> Vec<Widened> {
-        let one = |(from, to, tensors): &(&str, &str, usize)| Widened {
-            from: (*from).to_owned(),
-            to: (*to).to_owned(),
-            tensors: *tensors,
-        };
-        list.iter().map(one).collect()
+    pub fn of(list: &[(String, String, usize)]) -> Vec<Widened> {
+        list.iter().cloned().map(|(from, to, tensors)| Widened { from, to, tensors }).collect()
     }
 
     /// For people.

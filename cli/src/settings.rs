@@ -6,10 +6,10 @@ use anyhow::Result;
 use pp_engine::checkpoint::{Checkpoint, GenerationDefaults};
 use pp_engine::sampler::Sampling;
 use pp_engine::split::{Costs, Split};
-use pp_engine::{Act, KvType, Profile};
+use pp_engine::{Act, KvType, Profile, Wire};
 use serde_json::{Map, Value};
 
-use crate::args::{ActivationsArg, KvArg, PipelineArgs, ProfileArg, PromptArgs, SamplingArgs};
+use crate::args::{ActivationsArg, KvArg, PipelineArgs, ProfileArg, PromptArgs, SamplingArgs, WireArg};
 use crate::errors::usage;
 
 /// Most candidates that the last stage returns with a token.
@@ -146,6 +146,15 @@ pub fn costs(checkpoint: &Checkpoint) -> Costs {
 pub fn counts(args: &PipelineArgs, costs: &Costs) -> Result<Vec<usize>> {
     let split = args.split.as_deref().map_or(Ok(Split::Auto), Split::parse)?;
     Ok(split.resolve(args.stages, costs)?)
+}
+
+/// The type of activations between stages.
+pub fn wire(arg: WireArg) -> Wire {
+    match arg {
+        WireArg::F32 => Wire::F32,
+        WireArg::F16 => Wire::F16,
+        WireArg::Q8 => Wire::Q8,
+    }
 }
 
 /// A forced profile.

@@ -12,6 +12,7 @@ pub mod selftest;
 use std::time::Instant;
 
 use pp_shaders::Profile;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::program::{BufferId, Program, Shape};
@@ -76,7 +77,7 @@ pub struct OpTime {
 }
 
 /// Sizes that a backend holds to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceLimits {
     /// Largest range that a kernel can see through one binding, bytes.
     pub binding_bytes: usize,

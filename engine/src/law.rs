@@ -193,11 +193,6 @@ pub fn kv_tokens(stages: &[StageRoom]) -> u64 {
     stages.iter().filter_map(room).min().unwrap_or(0)
 }
 
-/// Bytes of activations that cross a hop: tokens · hidden · bytes of a value.
-pub fn hop_bytes(tokens: usize, hidden: usize, value_bytes: usize) -> u64 {
-    (tokens as u64).saturating_mul(hidden as u64).saturating_mul(value_bytes as u64)
-}
-
 /// 0 where there is nothing to divide by.
 fn ratio(a: f64, b: f64) -> f64 {
     if b > 0.0 { a / b } else { 0.0 }

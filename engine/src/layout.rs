@@ -7,6 +7,7 @@ use std::ops::Range;
 use pp_shaders::profile::{HEAD_DIMS, TOP_K, TOP_K_CHUNK};
 use pp_shaders::{Act, BLOCK, Edit, Format, KvType, PAGE, Profile, SPLIT};
 use pp_transport::frame::PAYLOAD_BYTES_MAX;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::arch::{self, Arch, Bias, UnknownArch};
@@ -14,6 +15,7 @@ use crate::backend::DeviceLimits;
 use crate::checkpoint::{Checkpoint, CheckpointError, TensorInfo};
 use crate::program::ops::{Dims, FEW_TOKENS};
 use crate::quant::{device_format, row_blocks};
+use crate::wire::Wire;
 
 /// Logits of one pass take at most so many bytes; more rows go in several passes.
 const LOGITS_BYTES_MAX: usize = 32 << 20;
@@ -22,7 +24,7 @@ const LOGITS_BYTES_MAX: usize = 32 << 20;
 const EDITS_MAX: usize = 32768;
 
 /// One stage of a pipeline: which layers it holds.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageSpec {
     /// Place in the pipeline, from 0.
     pub index: usize,
@@ -76,7 +78,7 @@ impl StageSpec {
 }
 
 /// Choices that all stages of a pipeline share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageOptions {
     /// Activations that quantised matrices meet; [`Act::F32`] is the exact mode.
     pub activations: Act,
@@ -90,6 +92,8 @@ pub struct StageOptions {
     pub kv_tokens: usize,
     /// Tokens of the largest micro-batch.
     pub chunk: usize,
+    /// How activations cross from stage to stage; [`Wire::F32`] changes nothing.
+    pub wire: Wire,
 }
 
 impl StageOptions {
@@ -292,7 +296,8 @@ impl StageLayout {
                 return Err(LayoutError::Width { what, found: width });
             }
         }
-        // The description of a step is small beside its activations: a sixteenth is more than it ever takes.
+        // Any row may have to go as floats. The description of a step is small beside its activations: a sixteenth is
+        // more than it ever takes.
         let (bytes, limit) = (4 * options.chunk * config.hidden, PAYLOAD_BYTES_MAX / 16 * 15);
         if bytes > limit {
             let fits = limit / (4 * config.hidden);
@@ -396,14 +401,14 @@ impl StageLayout {
     }
 
     /// Tensors that take another format on the device than in the file, as (file, device) names with their number.
-    pub fn widened(&self) -> Vec<(&'static str, &'static str, usize)> {
-        let mut found: Vec<(&str, &str, usize)> = Vec::new();
+    pub fn widened(&self) -> Vec<(String, String, usize)> {
+        let mut found: Vec<(String, String, usize)> = Vec::new();
         for part in self.matrices().flat_map(|matrix| &matrix.parts) {
             let (from, to) = (part.tensor.dtype.name(), device_format(part.tensor.dtype).name());
             if from != to {
-                match found.iter_mut().find(|(f, t, _)| (*f, *t) == (from, to)) {
+                match found.iter_mut().find(|(f, t, _)| (f.as_str(), t.as_str()) == (from, to)) {
                     Some((_, _, count)) => *count += 1,
-                    None => found.push((from, to, 1)),
+                    None => found.push((from.to_owned(), to.to_owned(), 1)),
                 }
             }
         }

@@ -27,6 +27,8 @@ pub mod stage;
 pub mod tokenizer;
 pub mod trace;
 pub mod weights;
+pub mod wire;
 pub mod worker;
 
 pub use pp_shaders::{Act, KvType, PAGE, Profile};
+pub use wire::Wire;

@@ -1,12 +1,17 @@
 //! What the payload of a frame says: the work of a micro-batch on its way down the pipe, and what comes back.
 //!
-//! A payload is the length of its description (u32), the description (postcard), and then activations as
-//! little-endian floats, row by row. Everything is checked against [`MessageLimits`] before it is used; a description
-//! cannot make a reader allocate more than the bytes that it came in.
+//! A payload is the length of its description (u32), the description (postcard), and then activations, row by row, as
+//! [`Wire`] has them. Everything is checked against [`MessageLimits`] before it is used; a description cannot make a
+//! reader allocate more than the bytes that it came in.
 
 use pp_shaders::Edit;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+
+use crate::wire::{Wire, WireError};
+
+/// Version of what a payload says: raised whenever one of an older version would be misread.
+pub const MESSAGE_VERSION: u32 = 1;
 
 /// Consecutive tokens of one sequence.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -141,8 +146,8 @@ pub struct Outputs {
     pub outputs: Vec<Output>,
 }
 
-/// Bounds of a message, agreed on before a pipeline runs.
-#[derive(Clone, Copy, Debug)]
+/// Bounds of a message and the type of its activations, agreed on before a pipeline runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MessageLimits {
     /// Tokens of a micro-batch.
     pub tokens: usize,
@@ -158,8 +163,10 @@ pub struct MessageLimits {
     pub edits: usize,
     /// Ids of tokens.
     pub vocab: usize,
-    /// Floats of a row of activations.
+    /// Values of a row of activations.
     pub hidden: usize,
+    /// How activations are sent.
+    pub wire: Wire,
 }
 
 /// Why a payload is refused.
@@ -174,33 +181,45 @@ pub enum MessageError {
     Limit { what: &'static str, found: usize, limit: usize },
     #[error("{what}: {found} where {expected} were announced")]
     Count { what: &'static str, found: usize, expected: usize },
+    #[error(transparent)]
+    Activations(#[from] WireError),
 }
 
-/// A payload of a description and activations.
-pub fn encode<T: Serialize>(description: &T, activations: &[f32]) -> Vec<u8> {
-    let description = postcard::to_stdvec(description).expect("plain data always has an encoding");
-    let mut payload = Vec::with_capacity(4 + description.len() + 4 * activations.len());
-    payload.extend((description.len() as u32).to_le_bytes());
-    payload.extend(description);
-    payload.extend_from_slice(bytemuck::cast_slice(activations));
+/// The payload of a step and the activations of its tokens, [tokens, hidden]; none for the stage that embeds.
+///
+/// # Panics
+/// When the last row of activations is not whole.
+pub fn encode_step(step: &Step, activations: &[f32], limits: &MessageLimits) -> Vec<u8> {
+    let mut payload = describe(step, limits.wire.bytes(activations.len() / limits.hidden.max(1), limits.hidden));
+    limits.wire.encode(activations, limits.hidden, &mut payload);
     payload
 }
 
-fn decode<'a, T: Deserialize<'a>>(payload: &'a [u8]) -> Result<(T, Vec<f32>), MessageError> {
+/// The payload of the tail's answer.
+pub fn encode_outputs(outputs: &Outputs) -> Vec<u8> {
+    describe(outputs, 0)
+}
+
+/// The beginning of a payload, with room for so many bytes of activations.
+fn describe<T: Serialize>(description: &T, room: usize) -> Vec<u8> {
+    let description = postcard::to_stdvec(description).expect("plain data always has an encoding");
+    let mut payload = Vec::with_capacity(4 + description.len() + room);
+    payload.extend((description.len() as u32).to_le_bytes());
+    payload.extend(description);
+    payload
+}
+
+/// A payload's description, and the bytes behind it.
+fn split<'a, T: Deserialize<'a>>(payload: &'a [u8]) -> Result<(T, &'a [u8]), MessageError> {
     let short = || MessageError::Short { bytes: payload.len() };
     let (length, rest) = payload.split_first_chunk::<4>().ok_or_else(short)?;
-    let length = u32::from_le_bytes(*length) as usize;
-    let description = rest.get(..length).ok_or_else(short)?;
+    let (description, rest) = rest.split_at_checked(u32::from_le_bytes(*length) as usize).ok_or_else(short)?;
     let (value, left) =
         postcard::take_from_bytes(description).map_err(|e| MessageError::Malformed { message: e.to_string() })?;
     if !left.is_empty() {
         return Err(MessageError::Malformed { message: format!("{} bytes too many", left.len()) });
     }
-    let floats = rest[length..].chunks_exact(4);
-    if !floats.remainder().is_empty() {
-        return Err(short());
-    }
-    Ok((value, floats.map(|b| f32::from_le_bytes(std::array::from_fn(|i| b[i]))).collect()))
+    Ok((value, rest))
 }
 
 fn at_most(what: &'static str, found: usize, limit: usize) -> Result<(), MessageError> {
@@ -217,7 +236,7 @@ fn exactly(what: &'static str, found: usize, expected: usize) -> Result<(), Mess
 /// # Errors
 /// [`MessageError`].
 pub fn decode_step(payload: &[u8], limits: &MessageLimits, first: bool) -> Result<(Step, Vec<f32>), MessageError> {
-    let (step, activations): (Step, Vec<f32>) = decode(payload)?;
+    let (step, activations): (Step, &[u8]) = split(payload)?;
     at_most("number of sequences", step.spans.len(), limits.sequences)?;
     at_most("number of released sequences", step.released.len(), limits.sequences)?;
     at_most("number of outputs", step.outputs.len(), limits.outputs)?;
@@ -240,10 +259,10 @@ pub fn decode_step(payload: &[u8], limits: &MessageLimits, first: bool) -> Resul
         for id in &step.ids {
             at_most("token id", *id as usize + 1, limits.vocab)?;
         }
-        exactly("activations", activations.len(), 0)?;
-    } else {
-        exactly("activations", activations.len(), tokens * limits.hidden)?;
+        exactly("bytes of activations", activations.len(), 0)?;
+        return Ok((step, Vec::new()));
     }
+    let activations = limits.wire.decode(activations, tokens, limits.hidden)?;
     Ok((step, activations))
 }
 
@@ -268,7 +287,7 @@ fn check_edits(outputs: &[OutputRequest], limits: &MessageLimits) -> Result<(), 
 /// # Errors
 /// [`MessageError`].
 pub fn decode_outputs(payload: &[u8], limits: &MessageLimits) -> Result<Outputs, MessageError> {
-    let (outputs, activations): (Outputs, Vec<f32>) = decode(payload)?;
+    let (outputs, activations): (Outputs, &[u8]) = split(payload)?;
     at_most("number of outputs", outputs.outputs.len(), limits.outputs)?;
     for output in &outputs.outputs {
         if let Some(row) = &output.row {
@@ -278,7 +297,7 @@ pub fn decode_outputs(payload: &[u8], limits: &MessageLimits) -> Result<Outputs,
             at_most("candidate id", candidate.id as usize + 1, limits.vocab)?;
         }
     }
-    exactly("activations", activations.len(), 0)?;
+    exactly("bytes of activations", activations.len(), 0)?;
     Ok(outputs)
 }
 

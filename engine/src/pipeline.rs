@@ -12,6 +12,7 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use pp_transport::local::{LocalPort, pair};
 use pp_transport::relay::{Delay, slow_pair};
 use pp_transport::{Arrival, Frame, FrameHeader, Port, PortError};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::backend::DeviceError;
@@ -97,7 +98,7 @@ impl PipelineError {
 }
 
 /// What a stage said when it was ready.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StageReport {
     /// Which layers.
     pub spec: StageSpec,
@@ -116,7 +117,7 @@ pub struct StageReport {
     /// Bytes of all buffers that were made.
     pub allocated_bytes: u64,
     /// Formats that were widened: (file, device, tensors).
-    pub widened: Vec<(&'static str, &'static str, usize)>,
+    pub widened: Vec<(String, String, usize)>,
     /// Seconds from start to ready.
     pub load_seconds: f64,
 }
@@ -364,7 +365,7 @@ impl Pipeline {
         assert!(self.room() > 0, "more micro-batches than the pipe holds");
         let number = self.next_step;
         let header = FrameHeader { epoch: self.epoch(), step: number, micro_batch: group };
-        let frame = Frame { header, payload: message::encode(step, &[]) };
+        let frame = Frame { header, payload: message::encode_step(step, &[], &self.limits) };
         let port = self.to_first.as_mut().expect("open until dropped");
         if port.send(frame).is_err() {
             return Err(self.why_closed());

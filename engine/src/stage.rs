@@ -458,6 +458,7 @@ pub fn message_limits(layout: &StageLayout) -> MessageLimits {
         edits: layout.edits_max,
         vocab: layout.dims.vocab,
         hidden: layout.dims.hidden,
+        wire: layout.options.wire,
     }
 }
 

@@ -1,6 +1,7 @@
 //! Reads a stage's tensors, repacks them and puts them on its device, a bounded piece at a time.
 
 use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
 
 use crate::arch::Layer;
 use crate::backend::{Backend, DeviceError};
@@ -14,7 +15,7 @@ use crate::quant::Packed;
 const PIECE_BYTES: usize = 4 << 20;
 
 /// How much of a stage is loaded.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadProgress {
     /// Bytes read from the checkpoint so far.
     pub read_bytes: u64,

@@ -1,5 +1,7 @@
 //! What varies in the text of a kernel: weight formats, activation types, types of the KV cache.
 
+use serde::{Deserialize, Serialize};
+
 use crate::BLOCK;
 
 /// Rows of a matrix are stored in multiples of this, for every profile's interleaving.
@@ -115,7 +117,7 @@ impl Format {
 }
 
 /// The type of the activations that a matrix is multiplied with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Act {
     /// Floats: the exact mode, and what unquantised weights meet.
     F32,
@@ -124,6 +126,14 @@ pub enum Act {
 }
 
 impl Act {
+    /// What `--activations` calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Act::F32 => "f32",
+            Act::Q8 => "q8",
+        }
+    }
+
     pub(crate) fn store_import(self) -> &'static str {
         match self {
             Act::F32 => "act/f32_store",
@@ -141,7 +151,7 @@ impl Act {
 }
 
 /// The type of cached keys and values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum KvType {
     /// Floats.
     F32,
@@ -150,6 +160,14 @@ pub enum KvType {
 }
 
 impl KvType {
+    /// What `--kv` calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            KvType::F32 => "f32",
+            KvType::F16 => "f16",
+        }
+    }
+
     pub(crate) fn import(self, wide: bool) -> &'static str {
         match (self, wide) {
             (KvType::F32, false) => "kv/f32",

@@ -103,6 +103,11 @@ impl Profile {
 
     /// Every profile.
     pub const ALL: [Profile; 2] = [Profile::CARD, Profile::SOFTWARE];
+
+    /// The profile of that name.
+    pub fn named(name: &str) -> Option<Profile> {
+        Profile::ALL.into_iter().find(|profile| profile.name == name)
+    }
 }
 
 /// Side of the tiles of the staged matmul, and the rows and tokens a thread makes of it.

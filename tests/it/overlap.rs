@@ -271,7 +271,7 @@ fn work(frames: &[(u64, Step)], epoch: &AtomicU64, tell: Box<dyn FnMut(&'static 
     let (mut downstream, mut there) = pair(frames.len());
     for (number, (epoch, step)) in (0..).zip(frames) {
         let header = FrameHeader { epoch: *epoch, step: number, micro_batch: 10 + number as u32 };
-        here.send(Frame { header, payload: message::encode(step, &[]) }).unwrap();
+        here.send(Frame { header, payload: message::encode_step(step, &[], &stage.message_limits()) }).unwrap();
     }
     drop(here);
     let (counters, stop) = (Counters::default(), AtomicBool::new(false));

@@ -6,12 +6,12 @@ use pp_engine::layout::{StageLayout, StageOptions, StageSpec};
 use pp_engine::stage::Stage;
 use pp_shaders::{Act, KvType, Profile};
 
-use crate::support::checkpoint;
+use crate::support::{checkpoint, exact};
 
 /// The texts of a stage's programs, with `tokens` tokens in a context of `start + tokens`.
 fn programs(model: &str, profile: Profile, activations: Act, start: usize, tokens: usize) -> Vec<String> {
     let checkpoint = checkpoint(model);
-    let options = StageOptions { activations, kv: KvType::F32, context: 512, sequences: 1, kv_tokens: 512, chunk: 64 };
+    let options = StageOptions { activations, kv: KvType::F32, chunk: 64, ..exact(512) };
     let backend = Box::new(Reference::new(profile, 1 << 30));
     let spec = StageSpec::pipeline(&[checkpoint.config.layers]).remove(0);
     let layout = StageLayout::new(&checkpoint, spec, options, &profile, backend.limits()).unwrap();

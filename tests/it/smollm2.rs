@@ -40,7 +40,7 @@ fn device(profile: Profile) -> Device {
 }
 
 fn fast(context: usize) -> StageOptions {
-    StageOptions { activations: Act::Q8, kv: KvType::F16, context, sequences: 1, kv_tokens: context, chunk: 128 }
+    StageOptions { activations: Act::Q8, kv: KvType::F16, ..exact(context) }
 }
 
 struct Golden {

@@ -9,6 +9,7 @@ use pp_engine::checkpoint::Checkpoint;
 use pp_engine::head::{Head, HeadOptions};
 use pp_engine::layout::{StageOptions, StageSpec};
 use pp_engine::pipeline::{Device, Pipeline};
+use pp_engine::Wire;
 use pp_engine::tokenizer::Tokenizer;
 use pp_shaders::{Act, KvType, Profile};
 
@@ -49,7 +50,15 @@ pub fn twins() -> Device {
 
 /// Options for small models: the exact mode.
 pub fn exact(context: usize) -> StageOptions {
-    StageOptions { activations: Act::F32, kv: KvType::F32, context, sequences: 1, kv_tokens: context, chunk: 128 }
+    StageOptions {
+        activations: Act::F32,
+        kv: KvType::F32,
+        context,
+        sequences: 1,
+        kv_tokens: context,
+        chunk: 128,
+        wire: Wire::F32,
+    }
 }
 
 /// A head over a pipeline with so many layers a stage, all stages on `device`.

@@ -9,7 +9,7 @@ use pp_engine::checkpoint::{Checkpoint, Container};
 use pp_engine::config::RopeScaling;
 use pp_engine::layout::{StageLayout, StageOptions, StageSpec};
 use pp_engine::tokenizer::Tokenizer;
-use pp_engine::{Act, KvType, Profile, arch, quant};
+use pp_engine::{Act, KvType, Profile, Wire, arch, quant};
 use serde::Serialize;
 
 use crate::args::{InspectArgs, ModelArgs};
@@ -176,8 +176,15 @@ fn unsupported(checkpoint: &Checkpoint) -> Vec<String> {
         found.push(error.to_string());
         return found;
     }
-    let options =
-        StageOptions { activations: Act::F32, kv: KvType::F16, context: 1, sequences: 1, kv_tokens: 1, chunk: 1 };
+    let options = StageOptions {
+        activations: Act::F32,
+        kv: KvType::F16,
+        context: 1,
+        sequences: 1,
+        kv_tokens: 1,
+        chunk: 1,
+        wire: Wire::F32,
+    };
     let limits = pp_engine::pipeline::Device::Reference { profile: Profile::SOFTWARE }.limits();
     let whole = StageSpec::pipeline(&[checkpoint.config.layers]).remove(0);
     if let Err(error) = StageLayout::new(checkpoint, whole, options, &Profile::SOFTWARE, limits) {

@@ -3,7 +3,6 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use pp_engine::law;
 use pp_engine::layout::StageLayout;
 use pp_engine::pipeline::Device;
 use serde::Serialize;
@@ -35,6 +34,8 @@ struct PlanReport {
     stages: Vec<Row>,
     total: Total,
     memory: Vec<Memory>,
+    /// Type of activations between stages.
+    wire: &'static str,
     /// Bytes between two stages, of one decoded token and of a whole chunk of a prompt.
     hop_bytes_decode: u64,
     hop_bytes_chunk: u64,
@@ -132,8 +133,9 @@ impl PlanReport {
                 device_bytes: sum(|row| row.device_bytes),
             },
             memory: memory.collect(),
-            hop_bytes_decode: law::hop_bytes(1, hidden, 4),
-            hop_bytes_chunk: law::hop_bytes(plan.options.chunk, hidden, 4),
+            wire: plan.options.wire.name(),
+            hop_bytes_decode: plan.options.wire.bytes(1, hidden) as u64,
+            hop_bytes_chunk: plan.options.wire.bytes(plan.options.chunk, hidden) as u64,
             stages,
         }
     }
@@ -183,7 +185,8 @@ impl Report for PlanReport {
         }
         if self.stages.len() > 1 {
             text.push_str(&format!(
-                "\nbetween stages: {} a decoded token, {} a full chunk of a prompt",
+                "\nbetween stages ({}): {} a decoded token, {} a full chunk of a prompt",
+                self.wire,
                 bytes(self.hop_bytes_decode),
                 bytes(self.hop_bytes_chunk)
             ));

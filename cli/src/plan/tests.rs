@@ -1,6 +1,6 @@
 use std::path::Path;
 
-use pp_engine::{Act, KvType};
+use pp_engine::{Act, KvType, Wire};
 
 use super::*;
 use crate::errors::{Exit, exit_of};
@@ -36,6 +36,7 @@ fn fitted(available: u64, context: Option<usize>) -> Result<Plan> {
         sequences: 1,
         kv_tokens: context.unwrap_or(8192),
         chunk: 8,
+        wire: Wire::F32,
     };
     let device = Device::Reference { profile: Profile::SOFTWARE };
     fit(

@@ -1,8 +1,17 @@
 use super::*;
 use proptest::prelude::*;
 
-const LIMITS: MessageLimits =
-    MessageLimits { tokens: 8, sequences: 2, context: 64, pages: 4, outputs: 2, edits: 3, vocab: 100, hidden: 4 };
+const LIMITS: MessageLimits = MessageLimits {
+    tokens: 8,
+    sequences: 2,
+    context: 64,
+    pages: 4,
+    outputs: 2,
+    edits: 3,
+    vocab: 100,
+    hidden: 4,
+    wire: Wire::F32,
+};
 
 fn step() -> Step {
     Step {
@@ -22,10 +31,17 @@ fn step() -> Step {
 
 #[test]
 fn a_step_survives_the_wire() {
-    assert_eq!(decode_step(&encode(&step(), &[]), &LIMITS, true), Ok((step(), vec![])));
+    assert_eq!(decode_step(&encode_step(&step(), &[], &LIMITS), &LIMITS, true), Ok((step(), vec![])));
     let inner = Step { ids: vec![], ..step() };
-    let hidden: Vec<f32> = (0..12).map(|i| i as f32 - 0.5).collect();
-    assert_eq!(decode_step(&encode(&inner, &hidden), &LIMITS, false), Ok((inner, hidden)));
+    // Exact as halves, and in 8 bits since the largest of a row is 127 times a power of two.
+    let hidden: Vec<f32> = (0..12).map(|i| if i % 4 == 0 { 63.5 } else { i as f32 - 0.5 }).collect();
+    for wire in Wire::ALL {
+        let limits = MessageLimits { wire, ..LIMITS };
+        let payload = encode_step(&inner, &hidden, &limits);
+        assert_eq!(decode_step(&payload, &limits, false), Ok((inner.clone(), hidden.clone())), "{wire}");
+        let shorter = decode_step(&payload[..payload.len() - 1], &limits, false);
+        assert!(matches!(shorter, Err(MessageError::Activations(_))), "{wire}");
+    }
 }
 
 #[test]
@@ -34,7 +50,7 @@ fn what_is_over_a_limit_is_refused() {
     fn refused(change: impl FnOnce(&mut Step), expected: &str) {
         let mut step = step();
         change(&mut step);
-        assert_eq!(decode_step(&encode(&step, &[]), &LIMITS, true).unwrap_err().to_string(), expected);
+        assert_eq!(decode_step(&encode_step(&step, &[], &LIMITS), &LIMITS, true).unwrap_err().to_string(), expected);
     }
     refused(|s| s.spans[0].start = 62, "position 65 is over the limit of 64");
     refused(|s| s.spans[0].start = u32::MAX, "position 4294967298 is over the limit of 64");
@@ -97,7 +113,7 @@ proptest! {
 
 #[test]
 fn missing_activations_and_cut_payloads_are_refused() {
-    let payload = encode(&Step { ids: vec![], ..step() }, &[1.0; 12]);
+    let payload = encode_step(&Step { ids: vec![], ..step() }, &[1.0; 12], &LIMITS);
     for length in 0..payload.len() {
         assert!(decode_step(&payload[..length], &LIMITS, false).is_err(), "{length} bytes");
     }
@@ -106,13 +122,17 @@ fn missing_activations_and_cut_payloads_are_refused() {
 proptest! {
     #[test]
     fn any_bytes_are_a_message_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-        let _ = decode_step(&bytes, &LIMITS, true);
+        for wire in Wire::ALL {
+            let limits = MessageLimits { wire, ..LIMITS };
+            let _ = decode_step(&bytes, &limits, true);
+            let _ = decode_step(&bytes, &limits, false);
+        }
         let _ = decode_outputs(&bytes, &LIMITS);
     }
 
     #[test]
     fn changed_bytes_are_a_message_or_an_error(at in 0usize..40, value: u8) {
-        let mut payload = encode(&step(), &[]);
+        let mut payload = encode_step(&step(), &[], &LIMITS);
         let at = at % payload.len();
         payload[at] = value;
         if let Ok((step, _)) = decode_step(&payload, &LIMITS, true) {
