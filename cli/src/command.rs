@@ -109,13 +109,5 @@ fn write_trace(trace: &Trace, path: &Path) -> Result<()> {
 
 /// As `--activations` and `--kv` spell them.
 fn precision(plan: &Plan) -> (&'static str, &'static str) {
-    let activations = match plan.options.activations {
-        pp_engine::Act::F32 => "f32",
-        pp_engine::Act::Q8 => "q8",
-    };
-    let kv = match plan.options.kv {
-        pp_engine::KvType::F32 => "f32",
-        pp_engine::KvType::F16 => "f16",
-    };
-    (activations, kv)
+    (plan.options.activations.name(), plan.options.kv.name())
 }

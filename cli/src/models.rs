@@ -1,4 +1,4 @@
-//! Where models are looked for.
+//! Where models are looked for, and where their digests are remembered.
 
 use std::path::{Path, PathBuf};
 
@@ -16,6 +16,8 @@ pub struct Places {
     pub model: Option<String>,
     /// The models folder, if there can be one.
     pub folder: Option<PathBuf>,
+    /// Where digests of models are remembered, if that can be.
+    pub digests: Option<PathBuf>,
 }
 
 impl Places {
@@ -23,11 +25,12 @@ impl Places {
     pub fn from_env() -> Places {
         let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         let model = var("PP_MODEL").map(|value| value.to_string_lossy().into_owned());
-        let data = || {
-            let home = || var("HOME").map(|home| PathBuf::from(home).join(".local/share"));
-            var("XDG_DATA_HOME").map(PathBuf::from).or_else(home).map(|data| data.join("pp-run/models"))
+        let place = |xdg: &str, in_home: &str, name: &str| {
+            let home = || var("HOME").map(|home| PathBuf::from(home).join(in_home));
+            var(xdg).map(PathBuf::from).or_else(home).map(|place| place.join("pp-run").join(name))
         };
-        Places { model, folder: var("PP_MODELS").map(PathBuf::from).or_else(data) }
+        let folder = var("PP_MODELS").map(PathBuf::from).or_else(|| place("XDG_DATA_HOME", ".local/share", "models"));
+        Places { model, folder, digests: place("XDG_CACHE_HOME", ".cache", "digests.json") }
     }
 
     /// The path of the model called `name`: an existing path, else a name in the models folder. Without a name:
@@ -91,7 +94,7 @@ mod tests {
         std::fs::create_dir(dir.path().join("two")).unwrap();
         std::fs::write(dir.path().join("two/config.json"), "{}").unwrap();
         std::fs::write(dir.path().join("notes.txt"), "x").unwrap();
-        let places = Places { model: None, folder: Some(dir.path().to_owned()) };
+        let places = Places { folder: Some(dir.path().to_owned()), ..Places::default() };
         (dir, places)
     }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use pp_engine::checkpoint::{Checkpoint, GenerationDefaults};
+use pp_engine::layout::{CHUNK_MAX, KV_TOKENS_MAX, SEQUENCES_MAX};
 use pp_engine::sampler::Sampling;
 use pp_engine::split::{Costs, Split};
 use pp_engine::{Act, KvType, Profile, Wire};
@@ -14,15 +15,9 @@ use crate::errors::usage;
 
 /// Most candidates that the last stage returns with a token.
 const LOGPROBS_MAX: u32 = 64;
-/// Most tokens of a micro-batch: beyond this, buffers between kernels dwarf the weights.
-const CHUNK_MAX: usize = 8192;
 
 /// Sequences at once, at most, where many requests come and nothing was typed.
 pub const SEQUENCES: usize = 16;
-/// Most sequences at once.
-pub const SEQUENCES_MAX: usize = 1024;
-/// Largest KV cache, in tokens.
-const KV_TOKENS_MAX: usize = 1 << 32;
 
 /// Where a prompt is read from.
 #[derive(Clone, Debug, PartialEq, Eq)]

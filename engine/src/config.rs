@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 #[cfg(test)]
@@ -53,7 +54,7 @@ pub struct ModelConfig {
 }
 
 /// Rotary position embedding: which part of a head turns, and how fast.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rope {
     /// Base of the geometric series of wavelengths.
     pub theta: f64,
@@ -64,7 +65,7 @@ pub struct Rope {
 }
 
 /// How the rotary frequencies are stretched.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum RopeScaling {
     /// Not at all.
     None,

@@ -17,6 +17,12 @@ use crate::program::ops::{Dims, FEW_TOKENS};
 use crate::quant::{device_format, row_blocks};
 use crate::wire::Wire;
 
+/// Most tokens of a micro-batch: beyond this, buffers between kernels dwarf the weights.
+pub const CHUNK_MAX: usize = 8192;
+/// Most sequences at once.
+pub const SEQUENCES_MAX: usize = 1024;
+/// Largest KV cache, in tokens.
+pub const KV_TOKENS_MAX: usize = 1 << 32;
 /// Logits of one pass take at most so many bytes; more rows go in several passes.
 const LOGITS_BYTES_MAX: usize = 32 << 20;
 /// Edits of logits of one pass at most: 256 tokens with penalties for each of 128 answers. They are 0.8 MiB on the device

@@ -11,6 +11,8 @@ pub mod backend;
 pub mod chat_template;
 pub mod checkpoint;
 pub mod config;
+pub mod contract;
+pub mod digest;
 pub mod head;
 pub mod law;
 pub mod layout;

@@ -66,7 +66,7 @@ impl Wire {
 
     /// Bytes of `rows` rows of `hidden` values at most.
     pub fn bytes_max(self, rows: usize, hidden: usize) -> usize {
-        self.bitmap_bytes(rows) + rows * 4 * hidden
+        self.bitmap_bytes(rows) + rows * self.row_bytes(hidden).max(4 * hidden)
     }
 
     fn bitmap_bytes(self, rows: usize) -> usize {

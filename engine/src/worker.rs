@@ -134,7 +134,9 @@ impl Worker<'_> {
         let Finished { output, started, finished } = guarded(|| self.stage.finish(pending))?;
         let (tokens, sequences) = (step.tokens(), step.spans.len());
         let payload = match output {
-            StageOutput::Hidden(hidden) => message::encode_step(&Step { ids: Vec::new(), ..step }, &hidden, &self.limits),
+            StageOutput::Hidden(hidden) => {
+                message::encode_step(&Step { ids: Vec::new(), ..step }, &hidden, &self.limits)
+            }
             StageOutput::Outputs(outputs) => message::encode_outputs(&outputs),
         };
         self.counters.busy_ns.fetch_add((finished - started).as_nanos() as u64, Ordering::Relaxed);

@@ -16,6 +16,9 @@ pub use format::{Act, Format, KvType};
 pub use profile::Profile;
 pub use registry::{Access, Kernel, Variant};
 
+/// Version of the order in which kernels add and of how they round: raised with every change that gives other bits for
+/// the same profile, so that ends which would differ do not work together.
+pub const KERNEL_ORDER_VERSION: u32 = 1;
 /// Values in a quantisation block, of weights and of activations.
 pub const BLOCK: usize = 32;
 /// Positions in a KV page.

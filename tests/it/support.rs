@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use pp_engine::Wire;
 use pp_engine::backend::gpu::adapter::Adapter;
 use pp_engine::checkpoint::Checkpoint;
 use pp_engine::head::{Head, HeadOptions};
 use pp_engine::layout::{StageOptions, StageSpec};
 use pp_engine::pipeline::{Device, Pipeline};
-use pp_engine::Wire;
 use pp_engine::tokenizer::Tokenizer;
 use pp_shaders::{Act, KvType, Profile};
 

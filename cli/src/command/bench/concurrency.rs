@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use pp_engine::head::{Answer, Event, FinishReason, Head, HeadError, HeadOptions, Request, Turn};
 use pp_engine::law::{HopCost, Ring};
+use pp_engine::layout::SEQUENCES_MAX;
 use pp_engine::sampler::Sampling;
 use pp_engine::schedule::{Refused, RequestId};
 use serde::Serialize;
@@ -21,7 +22,7 @@ use crate::plan::{self, Plan, Wanted};
 use crate::prompts::Prompts;
 use crate::report::{Percentiles, Spread, StageRow, stage_table};
 use crate::requests::{self, Defaults, RequestLine};
-use crate::settings::{SEQUENCES, SEQUENCES_MAX};
+use crate::settings::SEQUENCES;
 use crate::{cancel, report};
 
 /// How long the head waits for the pipe before it looks whether a request is due.
