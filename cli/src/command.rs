@@ -107,7 +107,7 @@ fn write_trace(trace: &Trace, path: &Path) -> Result<()> {
     write().with_context(|| format!("cannot write the trace to {}", path.display()))
 }
 
-/// As `--activations` and `--kv` spell them.
-fn precision(plan: &Plan) -> (&'static str, &'static str) {
-    (plan.options.activations.name(), plan.options.kv.name())
+/// As `--activations`, `--kv` and `--wire` spell them.
+fn precision(plan: &Plan) -> (&'static str, &'static str, &'static str) {
+    (plan.options.activations.name(), plan.options.kv.name(), plan.options.wire.name())
 }

@@ -11,7 +11,7 @@ use pp_engine::layout::StageOptions;
 use pp_engine::pipeline::Device;
 use pp_engine::random::Random;
 use pp_engine::sampler::Sampling;
-use pp_engine::{Act, KvType, Profile};
+use pp_engine::{Act, KvType, Profile, Wire};
 
 use crate::support::{checkpoint, exact, gpu, head_with, twins};
 
@@ -127,6 +127,25 @@ fn company_changes_nothing_on_a_device() {
     let fast = StageOptions { activations: Act::Q8, kv: KvType::F16, ..exact(160) };
     for (profile, options) in [(Profile::SOFTWARE, exact(160)), (Profile::SOFTWARE, fast), (Profile::CARD, fast)] {
         company(&checkpoint("tiny-gguf/llama-q4_1.gguf"), options, &gpu(profile), &ways, 90);
+    }
+}
+
+/// Rounding on a hop is by row: other tokens of a micro-batch change nothing, other hops do.
+#[test]
+fn company_changes_nothing_whatever_the_wire() {
+    let checkpoint = checkpoint("tiny/llama-33");
+    let requests = mixed(8, 60, 250, 7);
+    let plain = HeadOptions { prefix_cache: false, ..HeadOptions::default() };
+    for wire in Wire::ALL {
+        let one = StageOptions { wire, ..exact(160) };
+        let many = StageOptions { sequences: 8, kv_tokens: 2048, chunk: 32, ..one };
+        let expected = alone(&mut head_with(&checkpoint, &[11, 11, 11], one, &twins(), plain), &requests);
+        let mut head = head_with(&checkpoint, &[11, 11, 11], many, &twins(), HeadOptions::default());
+        for round in 0..2 {
+            assert_eq!(together(&mut head, &requests), expected, "{wire}, round {round}");
+        }
+        let whole = alone(&mut head_with(&checkpoint, &[33], one, &twins(), plain), &requests);
+        assert_eq!(whole == expected, wire == Wire::F32, "{wire}");
     }
 }
 

@@ -22,6 +22,7 @@ fn program(arguments: &[&str]) -> Command {
         command.env_remove(name);
     }
     command.env("PP_MODELS", data("no-such-folder"));
+    command.env("XDG_CACHE_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache"));
     command
 }
 

@@ -168,6 +168,7 @@ struct BenchReport {
     reps: usize,
     activations: &'static str,
     kv: &'static str,
+    wire: &'static str,
     split: Vec<usize>,
     chunk: usize,
     context: usize,
@@ -194,7 +195,7 @@ impl BenchReport {
         seconds: f64,
         stages: Vec<StageRow>,
     ) -> BenchReport {
-        let (activations, kv) = super::precision(plan);
+        let (activations, kv, wire) = super::precision(plan);
         let first = depths.first().expect("at least one depth is measured").clone();
         BenchReport {
             model: plan.checkpoint.path.display().to_string(),
@@ -203,6 +204,7 @@ impl BenchReport {
             reps: args.reps,
             activations,
             kv,
+            wire,
             split: plan.counts.clone(),
             chunk: plan.options.chunk,
             context: plan.options.context,

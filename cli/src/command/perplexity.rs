@@ -47,7 +47,7 @@ pub fn run(args: &PerplexityArgs) -> Result<ExitCode> {
     steps.finish();
     let score = scored.map_err(|error| if HeadError::is_cancelled(&error) { cancelled() } else { error.into() })?;
     let nll = score.nll();
-    let (activations, kv) = super::precision(&plan);
+    let (activations, kv, wire) = super::precision(&plan);
     out.result(&PerplexityReport {
         model: plan.checkpoint.path.display().to_string(),
         nll,
@@ -58,6 +58,7 @@ pub fn run(args: &PerplexityArgs) -> Result<ExitCode> {
         context,
         activations,
         kv,
+        wire,
         load_seconds,
         seconds: started.elapsed().as_secs_f64(),
         stages: report::stages(head.pipeline()),
@@ -78,6 +79,7 @@ struct PerplexityReport {
     context: usize,
     activations: &'static str,
     kv: &'static str,
+    wire: &'static str,
     load_seconds: f64,
     seconds: f64,
     stages: Vec<StageRow>,

@@ -105,7 +105,7 @@ impl Row {
 
 impl PlanReport {
     fn new(plan: &Plan) -> PlanReport {
-        let (activations, kv) = super::precision(plan);
+        let (activations, kv, wire) = super::precision(plan);
         let stages: Vec<Row> = plan.layouts.iter().zip(&plan.devices).map(|(l, d)| Row::new(l, d)).collect();
         let sum = |part: fn(&Row) -> u64| stages.iter().map(part).sum();
         let memory = plan.pools.iter().map(|pool| Memory {
@@ -133,7 +133,7 @@ impl PlanReport {
                 device_bytes: sum(|row| row.device_bytes),
             },
             memory: memory.collect(),
-            wire: plan.options.wire.name(),
+            wire,
             hop_bytes_decode: plan.options.wire.bytes(1, hidden) as u64,
             hop_bytes_chunk: plan.options.wire.bytes(plan.options.chunk, hidden) as u64,
             stages,

@@ -168,6 +168,7 @@ struct RunReport {
     context: usize,
     activations: &'static str,
     kv: &'static str,
+    wire: &'static str,
     split: Vec<usize>,
     seed: u64,
     stages: Vec<StageRow>,
@@ -194,7 +195,7 @@ impl RunReport {
         load_seconds: f64,
         logprobs: bool,
     ) -> RunReport {
-        let (activations, kv) = super::precision(plan);
+        let (activations, kv, wire) = super::precision(plan);
         let times = answer.timings;
         let first = (!answer.tokens.is_empty()).then_some(times.first_token_seconds);
         let rate = |tokens: usize, seconds: f64| (tokens > 0 && seconds > 0.0).then(|| tokens as f64 / seconds);
@@ -212,6 +213,7 @@ impl RunReport {
             context: plan.options.context,
             activations,
             kv,
+            wire,
             split: plan.counts.clone(),
             seed: request.sampling.seed,
             stages,

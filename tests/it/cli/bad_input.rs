@@ -78,6 +78,7 @@ fn options_out_of_range_or_in_conflict() {
     refused(&["--top-p", "2"], &["--top-p 2"]);
     refused(&["--activations", "f32", "--kv", "f16"], &["exact mode"]);
     refused(&["--activations", "f8"], &["--activations", "auto"]);
+    refused(&["--wire", "int8"], &["--wire", "f32, f16, q8"]);
     refused(&["--raw", "--system", "x"], &["--raw", "--system"]);
     refused(&["--template-arg", "x"], &["KEY=VALUE"]);
     refused(&["--no-such-option"], &["--no-such-option"]);

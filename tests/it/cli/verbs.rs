@@ -51,6 +51,9 @@ fn a_plan_tells_what_a_run_will_take() {
     }
     assert_eq!(plan["hop_bytes_decode"], 4 * json("tiny/llama-33/config.json")["hidden_size"].as_u64().unwrap());
     assert_eq!(plan["kv_tokens"], 128);
+    let half = object(&[&["plan", "--wire", "f16"], &options[..]].concat());
+    assert_eq!(half["hop_bytes_decode"].as_u64(), plan["hop_bytes_decode"].as_u64().map(|bytes| bytes / 2 + 1));
+    assert_eq!((&plan["wire"], &half["wire"]), (&"f32".into(), &"f16".into()));
     let text = stdout(&succeeded(&[&["plan"], &options[..]].concat()));
     for wanted in ["0-8 +embedding", "25-32 +head", "KV", "between stages"] {
         assert!(text.contains(wanted), "{wanted} in {text}");
@@ -67,6 +70,10 @@ fn inspect_describes_a_model() {
     assert!(found["layer_bytes"].as_array().is_some_and(|layers| layers.len() as u64 == found["layers"]));
     assert!(found["tensor_types"].as_array().is_some_and(|types| types.iter().any(|t| t["type"] == "Q5_1")));
     assert!(found["parameters"].as_u64() > Some(0));
+    let digest = found["digest"].as_str().expect("a text").to_owned();
+    assert!(digest.len() == 64 && digest.bytes().all(|digit| digit.is_ascii_hexdigit()), "{digest}");
+    let again = stdout(&succeeded(&["inspect", &model("tiny-gguf/llama-q5_1.gguf")]));
+    assert!(again.contains(&format!("digest         {digest} (BLAKE3)")), "{again}");
     let text = stdout(&succeeded(&["inspect", &model("tiny/llama3-rope")]));
     for wanted in ["architecture   llama", "llama3, factor", "BOS", "EOS", "chat template", "supported"] {
         assert!(text.contains(wanted), "{wanted} in {text}");

@@ -267,6 +267,7 @@ struct ConcurrencyReport {
     reps: usize,
     activations: &'static str,
     kv: &'static str,
+    wire: &'static str,
     split: Vec<usize>,
     max_batch_tokens: usize,
     kv_tokens: usize,
@@ -286,7 +287,7 @@ impl ConcurrencyReport {
         seconds: f64,
         stages: Vec<StageRow>,
     ) -> ConcurrencyReport {
-        let (activations, kv) = crate::command::precision(plan);
+        let (activations, kv, wire) = crate::command::precision(plan);
         ConcurrencyReport {
             model: plan.checkpoint.path.display().to_string(),
             prompt_tokens: args.prompt_tokens,
@@ -294,6 +295,7 @@ impl ConcurrencyReport {
             reps: args.reps,
             activations,
             kv,
+            wire,
             split: plan.counts.clone(),
             max_batch_tokens: plan.options.chunk,
             kv_tokens: plan.options.kv_tokens,
