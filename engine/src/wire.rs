@@ -96,7 +96,7 @@ impl Wire {
         out.resize(bitmap + self.bitmap_bytes(rows), 0);
         let mut scratch = Scratch::new(hidden);
         for (r, row) in activations.chunks_exact(hidden).enumerate() {
-            let fits = if self == Wire::F16 { scratch.halves(row, out) } else { scratch.quants(row, out) };
+            let fits = if self == Wire::F16 { scratch.put_halves(row, out) } else { scratch.put_quants(row, out) };
             if !fits {
                 out[bitmap + r / 8] |= 1 << (r % 8);
                 out.extend_from_slice(bytemuck::cast_slice(row));
@@ -136,8 +136,8 @@ impl Wire {
             rest = behind;
             match self {
                 _ if is_float(r) => row.iter_mut().zip(floats(bytes)).for_each(|(to, value)| *to = value),
-                Wire::F16 => scratch.from_halves(bytes, row),
-                _ => from_quants(bytes, row),
+                Wire::F16 => scratch.take_halves(bytes, row),
+                _ => take_quants(bytes, row),
             }
         }
         Ok(activations)
@@ -173,7 +173,7 @@ impl Scratch {
     }
 
     /// Appends a row as halves, if it can be.
-    fn halves(&mut self, row: &[f32], out: &mut Vec<u8>) -> bool {
+    fn put_halves(&mut self, row: &[f32], out: &mut Vec<u8>) -> bool {
         if largest(row) > HALF_MAX {
             return false;
         }
@@ -182,13 +182,13 @@ impl Scratch {
         true
     }
 
-    fn from_halves(&mut self, bytes: &[u8], row: &mut [f32]) {
+    fn take_halves(&mut self, bytes: &[u8], row: &mut [f32]) {
         bytemuck::cast_slice_mut(&mut self.halves).copy_from_slice(bytes);
         self.halves.convert_to_f32_slice(row);
     }
 
     /// Appends a row as the scales of its blocks and then its quants, if it can be. A value is quant · scale.
-    fn quants(&mut self, row: &[f32], out: &mut Vec<u8>) -> bool {
+    fn put_quants(&mut self, row: &[f32], out: &mut Vec<u8>) -> bool {
         let blocks = row.chunks(BLOCK).zip(self.quants.chunks_mut(BLOCK)).zip(&mut self.scales);
         for ((values, quants), scale) in blocks {
             let max = largest(values);
@@ -208,7 +208,7 @@ impl Scratch {
     }
 }
 
-fn from_quants(bytes: &[u8], row: &mut [f32]) {
+fn take_quants(bytes: &[u8], row: &mut [f32]) {
     let (scales, quants) = bytes.split_at(bytes.len() - row.len());
     for ((values, quants), scale) in row.chunks_mut(BLOCK).zip(quants.chunks(BLOCK)).zip(floats(scales)) {
         for (value, quant) in values.iter_mut().zip(quants) {

@@ -134,18 +134,16 @@ fn company_changes_nothing_on_a_device() {
 #[test]
 fn company_changes_nothing_whatever_the_wire() {
     let checkpoint = checkpoint("tiny/llama-33");
-    let requests = mixed(8, 60, 250, 7);
+    let requests = mixed(6, 40, 250, 7);
     let plain = HeadOptions { prefix_cache: false, ..HeadOptions::default() };
-    for wire in Wire::ALL {
+    for wire in [Wire::F16, Wire::Q8] {
         let one = StageOptions { wire, ..exact(160) };
-        let many = StageOptions { sequences: 8, kv_tokens: 2048, chunk: 32, ..one };
+        let many = StageOptions { sequences: 6, kv_tokens: 1024, chunk: 32, ..one };
         let expected = alone(&mut head_with(&checkpoint, &[11, 11, 11], one, &twins(), plain), &requests);
         let mut head = head_with(&checkpoint, &[11, 11, 11], many, &twins(), HeadOptions::default());
-        for round in 0..2 {
-            assert_eq!(together(&mut head, &requests), expected, "{wire}, round {round}");
-        }
-        let whole = alone(&mut head_with(&checkpoint, &[33], one, &twins(), plain), &requests);
-        assert_eq!(whole == expected, wire == Wire::F32, "{wire}");
+        assert_eq!(together(&mut head, &requests), expected, "{wire}");
+        let whole = alone(&mut head_with(&checkpoint, &[33], one, &twins(), plain), &requests[..2]);
+        assert_ne!(whole, expected[..2], "{wire}: there is something to see");
     }
 }
 

@@ -41,10 +41,10 @@ proptest! {
             for (row, found) in rows.chunks(hidden).zip(back.chunks(hidden)) {
                 let is_exact = row.iter().zip(found).all(|(a, b)| a.to_bits() == b.to_bits());
                 let blocks = row.chunks(BLOCK).zip(found.chunks(BLOCK));
-                let is_close = blocks.flat_map(|(block, found)| {
+                let mut is_close = blocks.flat_map(|(block, found)| {
                     block.iter().zip(found).map(|(a, b)| (a - b).abs() <= bound(wire, block, *a))
                 });
-                prop_assert!(is_exact || is_close.fold(true, |all, one| all && one), "{wire} {row:?} {found:?}");
+                prop_assert!(is_exact || is_close.all(|one| one), "{wire} {row:?} {found:?}");
                 prop_assert!(row.iter().any(|v| !v.is_finite()) || found.iter().all(|v| v.is_finite()));
             }
         }
