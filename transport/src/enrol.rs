@@ -54,7 +54,7 @@ pub struct Enrolment {
 }
 
 impl Enrolment {
-    /// Opens for [`CODE_VALIDITY`] from `now`. For a preset code this takes about half a second of a processor: the
+    /// Opens for [`CODE_VALIDITY`] from `now`. For a preset code this takes some tenths of a second of a processor: the
     /// code may be one that a person has made up, and guesses are to be dear.
     pub fn open(code: &Code, key: &Key, now: Instant) -> Enrolment {
         Enrolment {

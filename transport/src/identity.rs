@@ -13,9 +13,8 @@ pub mod store;
 pub(crate) mod text;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
-use rustls_pki_types::UnixTime;
 use thiserror::Error;
 
 pub use authority::{AUTHORITY_VALIDITY, Authority, CLOCK_SKEW, HOST_VALIDITY};
@@ -24,6 +23,7 @@ pub use key::{Fingerprint, Key, PublicKey};
 pub use names::{
     ADDRESS_BYTES_MAX, Address, CLUSTER_ID_BYTES, ClusterId, NAME_BYTES_MAX, Name, NameError, PeerName, Role,
 };
+pub use rustls_pki_types::UnixTime;
 pub use store::Store;
 
 /// What a host proves itself with: its key, its certificate, and the authority that it trusts.

@@ -80,7 +80,7 @@ async fn ask_open<E: Into<Box<dyn StdError + Send + Sync>>>(
     let exporter = exporter(connection)?;
     let code = code.clone();
     let is_preset = code.is_preset();
-    // A preset code takes the processor for half a second, in which the connection has to live.
+    // A preset code takes a processor for some tenths of a second, in which the connection has to live.
     let secret = tokio::task::spawn_blocking(move || code.secret(&fingerprint)).await.map_err(|_| AskError::Stopped)?;
 
     let (mut send, mut receive) = soon(connection.accept_bi()).await?.map_err(AskError::from_worker)?;

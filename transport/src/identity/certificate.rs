@@ -125,26 +125,26 @@ impl CaCertificate {
             return Err(IdentityError::OtherCluster { found, mine });
         }
         // Both roles dial; that a worker may listen as well, its role says.
-        self.verify_for(certificate, now, KeyUsage::client_auth())?;
+        for_usage(self, certificate, now, KeyUsage::client_auth())?;
         match certificate.name.role {
             Role::Head => Ok(()),
-            Role::Worker => self.verify_for(certificate, now, KeyUsage::server_auth()),
+            Role::Worker => for_usage(self, certificate, now, KeyUsage::server_auth()),
         }
     }
+}
 
-    fn verify_for(
-        &self,
-        certificate: &HostCertificate,
-        now: UnixTime,
-        usage: impl ExtendedKeyUsageValidator,
-    ) -> Result<(), IdentityError> {
-        let parsed = EndEntityCert::try_from(&certificate.der).map_err(IdentityError::Certificate)?;
-        let anchors = std::slice::from_ref(&self.anchor);
-        parsed
-            .verify_for_usage(&[webpki::ring::ED25519], anchors, &[], now, usage, None, None)
-            .map(drop)
-            .map_err(IdentityError::Certificate)
-    }
+pub(super) fn for_usage(
+    authority: &CaCertificate,
+    certificate: &HostCertificate,
+    now: UnixTime,
+    usage: impl ExtendedKeyUsageValidator,
+) -> Result<(), IdentityError> {
+    let parsed = EndEntityCert::try_from(&certificate.der).map_err(IdentityError::Certificate)?;
+    let anchors = std::slice::from_ref(&authority.anchor);
+    parsed
+        .verify_for_usage(&[webpki::ring::ED25519], anchors, &[], now, usage, None, None)
+        .map(drop)
+        .map_err(IdentityError::Certificate)
 }
 
 fn bounded(bytes: &[u8]) -> Result<CertificateDer<'static>, IdentityError> {
