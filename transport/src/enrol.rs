@@ -11,8 +11,9 @@
 //! worker → head   closes the connection with a code: it keeps the certificate, or why not
 //! ```
 //!
-//! The head looks at the key, then at the offer, and only then signs. [`code`] is the code, [`message`] the messages,
-//! [`Enrolment`] when a worker listens at all; those are values. [`ask`] and [`answer`] are the two ends over quinn.
+//! The head looks at the key, then at the offer, and only then signs. [`Code`], [`Offer`] and
+//! [`Grant`], and [`Enrolment`], which is when a worker listens at all, are values. [`ask`] and [`answer`] are the two
+//! ends over quinn.
 
 mod code;
 mod message;
@@ -97,7 +98,7 @@ impl Enrolment {
     fn judge(&mut self, grant: &[u8; GRANT_BYTES], exporter: &Exporter, now: Instant) -> Result<Grant, Judged> {
         self.check(now)?;
         if now < self.not_before {
-            return Err(Judged::TooSoon);
+            return Err(Judged::TooSoon { until: self.not_before });
         }
         if !Grant::is_proved(grant, &self.secret, exporter) {
             self.wrong += 1;
@@ -118,7 +119,8 @@ pub enum Shut {
     #[error("the code has expired after {} minutes: start the worker again for another", CODE_VALIDITY.as_secs() / 60)]
     Expired,
     #[error(
-        "the code is void after {WRONG_PROOFS_MAX} wrong ones: somebody may be guessing; start the worker again for another"
+        "the code is void after {WRONG_PROOFS_MAX} wrong ones: somebody may be guessing; start the worker again \
+        for another"
     )]
     Guessed,
 }
@@ -129,7 +131,7 @@ enum Judged {
     #[error(transparent)]
     Shut(#[from] Shut),
     #[error("a wrong code came less than a second ago")]
-    TooSoon,
+    TooSoon { until: Instant },
     #[error("the other end does not have the code; {left} more wrong ones and it is void")]
     WrongProof { left: u32 },
     #[error(transparent)]

@@ -101,6 +101,20 @@ impl Identity {
     }
 }
 
+impl From<webpki::Error> for IdentityError {
+    fn from(error: webpki::Error) -> IdentityError {
+        match error {
+            webpki::Error::CertExpired { time, not_after } => {
+                IdentityError::Expired { not_after: not_after.as_secs(), now: time.as_secs() }
+            }
+            webpki::Error::CertNotValidYet { time, not_before } => {
+                IdentityError::NotYet { not_before: not_before.as_secs(), now: time.as_secs() }
+            }
+            error => IdentityError::Certificate(error),
+        }
+    }
+}
+
 /// What is wrong with a key or a certificate.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages say it")]
@@ -113,6 +127,12 @@ pub enum IdentityError {
     Sign,
     #[error("certificate of {found} bytes, the limit is {CERTIFICATE_BYTES_MAX}")]
     TooLong { found: usize },
+    #[error(
+        "certificate expired at {not_after}, and it is {now} (Unix seconds): enrol the host again, or set its clock"
+    )]
+    Expired { not_after: u64, now: u64 },
+    #[error("certificate is valid from {not_before}, and it is {now} (Unix seconds): set the clock of this host")]
+    NotYet { not_before: u64, now: u64 },
     #[error("certificate is not valid: {0}")]
     Certificate(webpki::Error),
     #[error("certificate is for a key that is not Ed25519")]

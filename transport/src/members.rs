@@ -273,7 +273,8 @@ pub enum Refusal {
     #[error("peer belongs to cluster {found}, this host to cluster {mine}")]
     OtherCluster { found: ClusterId, mine: ClusterId },
     #[error(
-        "{name} is not a member (list {version}): it was removed, or this host's list is old; on the head, `pp-run cluster list` shows the members"
+        "{name} is not a member (list {version}): it was removed, or this host's list is old; on the head, \
+        `pp-run cluster list` shows the members"
     )]
     NotMember { name: Name, version: u64 },
     #[error("{name} connects as {found}, the member list has it as {listed}")]

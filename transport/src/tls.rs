@@ -1,10 +1,10 @@
 //! TLS for QUIC: which configurations there are, and who is at the other end.
 //!
-//! Two protocols, told apart by ALPN. [`ALPN`] is the cluster's: both ends show certificates of the cluster's authority.
-//! [`ENROL_ALPN`] is what a worker without one speaks, with a head that holds its code. An endpoint serves one of them
-//! at a time, or none: `quinn::Endpoint::set_server_config` goes from one to the other and leaves live connections
-//! alone. So no connection without a client's certificate can reach an enrolled worker. With none it does not answer at
-//! all, and who dials it runs into its own timeout.
+//! Two protocols, told apart by ALPN. [`ALPN`] is the cluster's: both ends show certificates of the cluster's
+//! authority. [`ENROL_ALPN`] is what a worker without one speaks, with a head that holds its code. An endpoint serves
+//! one of them at a time, or none: `quinn::Endpoint::set_server_config` goes from one to the other and leaves live
+//! connections alone. So no connection without a client's certificate can reach an enrolled worker. With none it does
+//! not answer at all, and who dials it runs into its own timeout.
 //!
 //! TLS 1.3 only, with *ring*, whatever the process has installed. No session is resumed and there is no 0-RTT: every
 //! connection shows certificates, and nothing can be replayed. After a handshake the caller still has to ask the member
@@ -139,7 +139,7 @@ fn certificate_of(connection: &Connection) -> Result<CertificateDer<'static>, Tl
 }
 
 fn key_in(certificate: &CertificateDer<'_>) -> Result<PublicKey, IdentityError> {
-    let parsed = EndEntityCert::try_from(certificate).map_err(IdentityError::Certificate)?;
+    let parsed = EndEntityCert::try_from(certificate)?;
     PublicKey::from_spki(&parsed.subject_public_key_info()).ok_or(IdentityError::KeyKind)
 }
 

@@ -28,8 +28,8 @@ const PRESET_DIFFERENT_MIN: usize = 8;
 /// preset code may be a phrase.
 const PRESET_ROUNDS: NonZeroU32 = NonZeroU32::new(600_000).unwrap();
 
-const SECRET_CONTEXT: &str = "pp-run 2025 enrolment code";
-const CHECK_CONTEXT: &str = "pp-run 2025 enrolment code, check characters";
+const SECRET_CONTEXT: &str = "pp-run 2026 enrolment code";
+const CHECK_CONTEXT: &str = "pp-run 2026 enrolment code, check characters";
 
 /// A code: the fingerprint of the worker's key and a secret that is used once, or a text that was preset on both ends.
 #[derive(Clone, PartialEq, Eq)]
@@ -103,7 +103,8 @@ impl Code {
 impl FromStr for Code {
     type Err = CodeError;
 
-    /// Takes capitals and small letters, with or without spaces and dashes, and in a printed code O for 0, I and L for 1.
+    /// Takes capitals and small letters, with or without spaces and dashes, and in a printed code O for 0, I and L for
+    /// 1.
     fn from_str(typed: &str) -> Result<Code, CodeError> {
         let mut normal = String::new();
         for character in typed.chars().filter(|c| !c.is_whitespace() && !"-_\u{2010}\u{2011}\u{2013}".contains(*c)) {
@@ -169,7 +170,8 @@ pub enum CodeError {
     #[error("{found} does not occur in a code, which has letters, digits and dashes")]
     Character { found: String },
     #[error(
-        "code has {found} letters and digits: one that a worker prints has {SYMBOLS}, a preset one at least {PRESET_CHARACTERS_MIN}"
+        "code has {found} letters and digits: one that a worker prints has {SYMBOLS}, a preset one at least \
+        {PRESET_CHARACTERS_MIN}"
     )]
     Short { found: usize },
     #[error("code has more than {PRESET_CHARACTERS_MAX} letters and digits")]
@@ -177,7 +179,8 @@ pub enum CodeError {
     #[error("code has only {found} different characters: make a random one, for example with `openssl rand -hex 20`")]
     Pattern { found: usize },
     #[error(
-        "a preset code must not be one that a worker has printed: make a random one, for example with `openssl rand -hex 20`"
+        "a preset code must not be one that a worker has printed: make a random one, for example with `openssl \
+        rand -hex 20`"
     )]
     Printed,
 }

@@ -95,7 +95,8 @@ impl Grant {
         message.proved(GRANT, secret, exporter)
     }
 
-    /// Whether the sender has the code and is at the other end of this connection. Takes the same time whatever is wrong.
+    /// Whether the sender has the code and is at the other end of this connection. Takes the same time whatever is
+    /// wrong.
     pub(crate) fn is_proved(bytes: &[u8; GRANT_BYTES], secret: &Secret, exporter: &Exporter) -> bool {
         is_proved(bytes, GRANT, secret, exporter)
     }

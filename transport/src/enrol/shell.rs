@@ -25,10 +25,9 @@ mod closed {
     pub(super) const KEPT: u32 = 0;
     pub(super) const SHUT: u32 = 1;
     pub(super) const WRONG_PROOF: u32 = 2;
-    pub(super) const TOO_SOON: u32 = 3;
-    pub(super) const BAD_GRANT: u32 = 4;
-    pub(super) const NOT_KEPT: u32 = 5;
-    pub(super) const HEAD_REFUSES: u32 = 6;
+    pub(super) const BAD_GRANT: u32 = 3;
+    pub(super) const NOT_KEPT: u32 = 4;
+    pub(super) const HEAD_REFUSES: u32 = 5;
 }
 
 /// Who asks to be enrolled: its key is proved, and it has the code.
@@ -103,7 +102,7 @@ async fn ask_open<E: Into<Box<dyn StdError + Send + Sync>>>(
     write(&mut send, &grant).await?.map_err(|()| AskError::from_close(connection))?;
     match soon(connection.closed()).await? {
         ConnectionError::ApplicationClosed(close) if code_of(&close) == closed::KEPT => Ok(certificate),
-        ConnectionError::ApplicationClosed(close) => Err(AskError::refused(&close)),
+        ConnectionError::ApplicationClosed(close) => Err(AskError::Refused { reason: reason(&close) }),
         _ => Err(AskError::Unconfirmed { name: Box::new(peer) }),
     }
 }
@@ -125,7 +124,6 @@ pub async fn answer<E: Into<Box<dyn StdError + Send + Sync>>>(
         Ok(_) => (closed::KEPT, "enrolled"),
         Err(AnswerError::Shut(_)) => (closed::SHUT, "the code is not valid any more"),
         Err(AnswerError::WrongCode { .. }) => (closed::WRONG_PROOF, "wrong code"),
-        Err(AnswerError::TooSoon) => (closed::TOO_SOON, "too soon after a wrong code"),
         Err(AnswerError::Keep(_)) => (closed::NOT_KEPT, "not stored"),
         Err(_) => (closed::BAD_GRANT, "not taken"),
     };
@@ -153,10 +151,26 @@ async fn answer_open<E: Into<Box<dyn StdError + Send + Sync>>>(
         Some(found) => AnswerError::Length { found },
         None => AnswerError::Gone,
     })?;
-    let grant = lock(enrolment).judge(&grant, &exporter, Instant::now())?;
+    let grant = judge(enrolment, &grant, &exporter).await?;
     let identity = granted(&grant, key, UnixTime::now())?;
     keep(&identity, &grant.members).map_err(|error| AnswerError::Keep(error.into()))?;
     Ok(identity)
+}
+
+/// Waits where a wrong proof came just before: the head is not to be turned away for a stranger's guess. Wrong proofs
+/// are few, so this ends.
+async fn judge(
+    enrolment: &Mutex<Enrolment>,
+    grant: &[u8; GRANT_BYTES],
+    exporter: &Exporter,
+) -> Result<Grant, AnswerError> {
+    loop {
+        let judged = lock(enrolment).judge(grant, exporter, Instant::now());
+        match judged {
+            Err(Judged::TooSoon { until }) => tokio::time::sleep_until(until.into()).await,
+            judged => return Ok(judged?),
+        }
+    }
 }
 
 /// The identity that a proved grant gives: its certificate is for this key and the granted name, a worker's, by the
@@ -232,11 +246,13 @@ pub enum AskError {
     #[error("the worker takes no code any more, or not just now: {}", reason)]
     Closed { reason: &'static str },
     #[error(
-        "the worker did not take the certificate ({reason}); it is in the member list: add it again with a new code, or remove it"
+        "the worker did not take the certificate ({reason}); it is in the member list: add it again with a new \
+        code, or remove it"
     )]
     Refused { reason: &'static str },
     #[error(
-        "{name} was sent its certificate and has not said that it keeps it: if it does not serve, start it again and add it with its new code"
+        "{name} was sent its certificate and has not said that it keeps it: if it does not serve, start it \
+        again and add it with its new code"
     )]
     Unconfirmed { name: Box<PeerName> },
     #[error("the worker says nothing for {} s", PATIENCE.as_secs())]
@@ -271,13 +287,6 @@ impl AskError {
     fn from_close(connection: &Connection) -> AskError {
         connection.close_reason().map_or(AskError::Message(MessageError::Form), AskError::from_worker)
     }
-
-    fn refused(close: &ApplicationClose) -> AskError {
-        match code_of(close) {
-            closed::WRONG_PROOF => AskError::WrongCode,
-            _ => AskError::Refused { reason: reason(close) },
-        }
-    }
 }
 
 /// What a worker's code means. The text that came with it is the worker's, and not shown.
@@ -285,7 +294,6 @@ fn reason(close: &ApplicationClose) -> &'static str {
     match code_of(close) {
         closed::SHUT => "its code has expired, was used, or was guessed at too often: start it again for another",
         closed::WRONG_PROOF => "it says that the code is wrong",
-        closed::TOO_SOON => "a wrong code came less than a second ago: try again",
         closed::NOT_KEPT => "it could not store it; its own messages say why",
         _ => "its own messages say why",
     }
@@ -317,8 +325,6 @@ pub enum AnswerError {
     Shut(#[from] Shut),
     #[error("somebody dialled without the right code; after {left} more of {WRONG_PROOFS_MAX} the code is void")]
     WrongCode { left: u32 },
-    #[error("somebody dialled less than a second after a wrong code")]
-    TooSoon,
     #[error("the head says nothing for {} s", PATIENCE.as_secs())]
     Silence,
     #[error("the head has closed the connection: the code that it was given may be wrong")]
@@ -345,7 +351,8 @@ impl From<Judged> for AnswerError {
     fn from(judged: Judged) -> AnswerError {
         match judged {
             Judged::Shut(shut) => AnswerError::Shut(shut),
-            Judged::TooSoon => AnswerError::TooSoon,
+            // Not met: it is waited for.
+            Judged::TooSoon { .. } => AnswerError::Silence,
             Judged::WrongProof { left } => AnswerError::WrongCode { left },
             Judged::Message(error) => AnswerError::Message(error),
         }

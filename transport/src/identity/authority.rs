@@ -66,8 +66,8 @@ impl Authority {
         self.certificate.cluster()
     }
 
-    /// A certificate for a host of this cluster, valid for `validity` (usually [`HOST_VALIDITY`]) after `not_before`, but
-    /// never longer than the authority's own.
+    /// A certificate for a host of this cluster, valid for `validity` (usually [`HOST_VALIDITY`]) after `not_before`,
+    /// but never longer than the authority's own.
     ///
     /// # Errors
     /// [`IdentityError`]: the name is of another cluster, or there is no randomness.

@@ -30,7 +30,7 @@ impl HostCertificate {
     /// not have exactly one name, a [`PeerName`].
     pub fn parse(bytes: &[u8]) -> Result<HostCertificate, IdentityError> {
         let der = bounded(bytes)?;
-        let parsed = EndEntityCert::try_from(&der).map_err(IdentityError::Certificate)?;
+        let parsed = EndEntityCert::try_from(&der)?;
         let key = PublicKey::from_spki(&parsed.subject_public_key_info()).ok_or(IdentityError::KeyKind)?;
         let names: Vec<&str> = parsed.valid_dns_names().take(2).collect();
         let [name] = names[..] else { return Err(IdentityError::Names) };
@@ -64,6 +64,11 @@ impl HostCertificate {
         self.validity.not_after
     }
 
+    /// Whether it is no longer valid: a connection that it was shown on should end.
+    pub fn has_expired(&self, now: UnixTime) -> bool {
+        now.as_secs() > self.validity.not_after.as_secs()
+    }
+
     /// Whether less than a third of its life is left.
     pub fn renewal_due(&self, now: UnixTime) -> bool {
         let Validity { not_before, not_after } = self.validity;
@@ -88,7 +93,7 @@ impl CaCertificate {
     /// [`IdentityError`]: it is longer than [`CERTIFICATE_BYTES_MAX`], no certificate, or for another kind of key.
     pub fn parse(bytes: &[u8]) -> Result<CaCertificate, IdentityError> {
         let der = bounded(bytes)?;
-        let anchor = webpki::anchor_from_trusted_cert(&der).map_err(IdentityError::Certificate)?.to_owned();
+        let anchor = webpki::anchor_from_trusted_cert(&der)?.to_owned();
         let key = PublicKey::from_spki(&webpki::spki_for_anchor(&anchor)).ok_or(IdentityError::KeyKind)?;
         let validity = der::validity(&der).ok_or(IdentityError::Validity)?;
         Ok(CaCertificate { der, anchor, key, validity })
@@ -139,12 +144,10 @@ pub(super) fn for_usage(
     now: UnixTime,
     usage: impl ExtendedKeyUsageValidator,
 ) -> Result<(), IdentityError> {
-    let parsed = EndEntityCert::try_from(&certificate.der).map_err(IdentityError::Certificate)?;
+    let parsed = EndEntityCert::try_from(&certificate.der)?;
     let anchors = std::slice::from_ref(&authority.anchor);
-    parsed
-        .verify_for_usage(&[webpki::ring::ED25519], anchors, &[], now, usage, None, None)
-        .map(drop)
-        .map_err(IdentityError::Certificate)
+    parsed.verify_for_usage(&[webpki::ring::ED25519], anchors, &[], now, usage, None, None)?;
+    Ok(())
 }
 
 fn bounded(bytes: &[u8]) -> Result<CertificateDer<'static>, IdentityError> {

@@ -12,8 +12,8 @@ use super::{IdentityError, text};
 /// What stands before the 32 bytes of an Ed25519 key in its SubjectPublicKeyInfo (RFC 8410, section 4).
 const SPKI_PREFIX: [u8; 12] = [0x30, 0x2a, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x03, 0x21, 0x00];
 
-/// BLAKE3 of a key's SubjectPublicKeyInfo: the same for all certificates of the key. As text it is cut to 80 bits, which
-/// is what a code holds of it.
+/// BLAKE3 of a key's SubjectPublicKeyInfo: the same for all certificates of the key. As text it is cut to 80 bits,
+/// which is what a code holds of it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Fingerprint(pub [u8; 32]);
 

@@ -74,8 +74,8 @@ impl Store {
         &self.folder
     }
 
-    /// Makes the folder where there is none and takes the lock, waiting for `patience`. It is held until the [`Lock`] is
-    /// dropped; what is to be changed is to be read under it.
+    /// Makes the folder where there is none and takes the lock, waiting for `patience`. It is held until the [`Lock`]
+    /// is dropped; what is to be changed is to be read under it.
     ///
     /// # Errors
     /// [`StoreError`]: the folder cannot be written, or another program holds the lock for longer.
@@ -244,10 +244,10 @@ impl Lock<'_> {
         self.put_key(CA_KEY, head.authority.key())
     }
 
-    /// Signs and stores the head's member list.
+    /// Signs and stores the head's member list, which was read under this lock.
     ///
     /// # Errors
-    /// [`StoreError`]: the stored list is newer, or the file cannot be written.
+    /// [`StoreError`]: the stored list is newer, or another of this version, or the file cannot be written.
     pub fn put_members(&self, members: &Members, authority: &Authority) -> Result<SignedMembers, StoreError> {
         let signed = self.sign(members, authority)?;
         self.put_signed_members(&signed, authority.certificate())?;
@@ -259,14 +259,11 @@ impl Lock<'_> {
     /// # Errors
     /// [`StoreError`]: the list is not this authority's, the stored one is newer, or the file cannot be written.
     pub fn put_signed_members(&self, signed: &SignedMembers, authority: &CaCertificate) -> Result<(), StoreError> {
-        let new = signed.verify(authority);
-        let new = new.map_err(|source| StoreError::Members { path: self.store.path(MEMBERS), source })?;
-        // A damaged list is replaced; a list of another cluster, which ca.pem belies, as well.
-        if let Ok(old) = self.store.members(authority)
-            && old.version() > new.version()
-        {
-            let source = MembersError::Older { found: new.version(), mine: old.version() };
-            return Err(StoreError::Members { path: self.store.path(MEMBERS), source });
+        let refused = |source| StoreError::Members { path: self.store.path(MEMBERS), source };
+        signed.verify(authority).map_err(refused)?;
+        // A damaged list is replaced, and one of another cluster, which ca.pem belies.
+        if let Ok(mut old) = self.store.members(authority) {
+            old.accept(signed, authority).map_err(refused)?;
         }
         self.write(MEMBERS, signed.as_bytes())
     }
@@ -364,15 +361,18 @@ pub enum StoreError {
     Io { action: &'static str, path: PathBuf, source: io::Error },
     #[error("{} is locked by another pp-run for more than {} s", path.display(), patience.as_secs())]
     Locked { path: PathBuf, patience: Duration },
-    #[error("{} is a private key that others can read (mode {mode:04o}): run `chmod 600 '{}'`, and make a new one if somebody may have", path.display(), path.display())]
+    #[error("{} is a private key that others can read (mode {mode:04o}): run `chmod 600 '{}'`, and make a new \
+        one if somebody may have", path.display(), path.display())]
     Readable { path: PathBuf, mode: u32 },
     #[error("{} can be written by others (mode {mode:04o}): run `chmod 700 '{}'`", path.display(), path.display())]
     Writable { path: PathBuf, mode: u32 },
     #[error("{} is longer than {most} bytes: it is not a file of this program", path.display())]
     TooLong { path: PathBuf, most: usize },
-    #[error("{} is missing although others of its folder are there: restore it from a backup; on a worker, remove the folder and enrol again", path.display())]
+    #[error("{} is missing although others of its folder are there: restore it from a backup; on a worker, \
+        remove the folder and enrol again", path.display())]
     Missing { path: PathBuf },
-    #[error("{} is not a certificate in PEM: restore it from a backup; on a worker, remove the folder and enrol again", path.display())]
+    #[error("{} is not a certificate in PEM: restore it from a backup; on a worker, remove the folder and enrol \
+        again", path.display())]
     Pem { path: PathBuf },
     #[error("{}: {source}; restore it from a backup, or on a worker remove the folder and enrol again", path.display())]
     Identity { path: PathBuf, source: IdentityError },
@@ -380,8 +380,10 @@ pub enum StoreError {
     Role { path: PathBuf, found: Role },
     #[error("{}: {source}", path.display())]
     Members { path: PathBuf, source: MembersError },
-    #[error("{} is there already and is not overwritten: a cluster that is given up is removed with its folder", path.display())]
+    #[error("{} is there already and is not overwritten: a cluster that is given up is removed with its \
+        folder", path.display())]
     Exists { path: PathBuf },
-    #[error("{} is of cluster {found}, the worker was enrolled in {new}: give the worker a folder of its own, or remove this one", path.display())]
+    #[error("{} is of cluster {found}, the worker was enrolled in {new}: give the worker a folder of its own, \
+        or remove this one", path.display())]
     OtherCluster { path: PathBuf, found: String, new: String },
 }

@@ -98,6 +98,11 @@ fn a_worker_beside_its_head_leaves_the_heads_list_alone() {
     lock.put_worker(&identity, &founding).unwrap();
     assert_eq!(store.worker().unwrap().unwrap().members, head.members);
     assert_eq!(store.head().unwrap().unwrap().members, head.members);
+    // A list that was not read under the lock takes nobody's place.
+    let mut stale = Members::founding(head.authority.cluster(), head.members.members()[0].clone());
+    stale.add(member(&host(&head.authority, Role::Worker, "rig9"))).unwrap();
+    let put = lock.put_members(&stale, &head.authority);
+    assert!(matches!(put, Err(StoreError::Members { source: MembersError::SameVersion { .. }, .. })));
     let older = lock.put_signed_members(&founding, head.authority.certificate());
     assert!(matches!(older, Err(StoreError::Members { source: MembersError::Older { .. }, .. })));
 
