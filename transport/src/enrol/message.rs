@@ -22,8 +22,8 @@ const VERSION: u8 = 1;
 /// A proof stands first and covers all behind it.
 const PROOF_BYTES: usize = 32;
 /// Says which of the two messages a proof is for, so that none is sent back to its sender.
-const OFFER: &[u8; 16] = b"pp-run offer 1\0\0";
-const GRANT: &[u8; 16] = b"pp-run grant 1\0\0";
+pub(super) const OFFER: &[u8; 16] = b"pp-run offer 1\0\0";
+pub(super) const GRANT: &[u8; 16] = b"pp-run grant 1\0\0";
 
 /// What a worker says first.
 ///
@@ -115,7 +115,7 @@ impl Grant {
     }
 }
 
-fn proof(label: &[u8; 16], rest: &[u8], secret: &Secret, exporter: &Exporter) -> blake3::Hash {
+pub(super) fn proof(label: &[u8; 16], rest: &[u8], secret: &Secret, exporter: &Exporter) -> blake3::Hash {
     let mut hash = blake3::Hasher::new_keyed(&secret.0);
     hash.update(label).update(exporter).update(rest);
     hash.finalize()

@@ -137,7 +137,7 @@ fn usages(role: Role) -> Vec<ExtendedKeyUsagePurpose> {
 }
 
 /// The part of the authority's certificate that the certificates it issues refer to: a function of its key.
-fn issuer(key: &PublicKey) -> CertificateParams {
+pub(super) fn issuer(key: &PublicKey) -> CertificateParams {
     let mut params = CertificateParams::default();
     params.distinguished_name = common_name(&format!("pp-run cluster {}", ClusterId::of(key)));
     // It signs hosts only: no other authority below it.

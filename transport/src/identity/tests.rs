@@ -107,6 +107,15 @@ fn a_head_is_no_server() {
     };
     assert_eq!(usages(Role::Head), [false, true]);
     assert_eq!(usages(Role::Worker), [true, true]);
+
+    // A worker with the certificate of a head's kind would be refused by whoever dials it: it is not to take it.
+    let key = Key::generate().unwrap();
+    let mut params = rcgen::CertificateParams::new([peer(&authority, Role::Worker, "a").to_string()]).unwrap();
+    params.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ClientAuth];
+    let issuer = rcgen::Issuer::new(authority::issuer(authority.key().public()), authority.key().pair());
+    let deaf = HostCertificate::parse(params.signed_by(key.public(), &issuer).unwrap().der()).unwrap();
+    let verified = authority.certificate().verify(&deaf, UnixTime::now());
+    assert!(matches!(verified, Err(IdentityError::Certificate(_))), "{verified:?}");
 }
 
 #[test]
