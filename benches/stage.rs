@@ -52,7 +52,7 @@ fn step(start: u32, count: u32, new_pages: Vec<u32>) -> Step {
         edits: Vec::new(),
     };
     Step {
-        spans: vec![Span { sequence: 1, start, count, new_pages }],
+        spans: vec![Span { request: 0, sequence: 1, start, count, new_pages }],
         ids: (start..start + count).map(|i| i * 7 % 97).collect(),
         outputs: vec![output],
         ..Step::default()

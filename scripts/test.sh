@@ -17,4 +17,13 @@ cargo fmt --all --check
 say "cargo clippy"
 cargo clippy --quiet --workspace --all-targets -- --deny warnings
 say "cargo test"
-exec cargo test --workspace
+cargo test --workspace
+if cargo +nightly fuzz --version >/dev/null 2>&1; then
+    for target in enrolment members link control payload; do
+        say "fuzzing $target for 30 s"
+        mkdir -p "target/fuzz/$target"
+        cargo +nightly fuzz run "$target" "target/fuzz/$target" "fuzz/corpus/$target" -- -max_total_time=30 -verbosity=0
+    done
+else
+    say "not fuzzing: that needs a nightly toolchain and cargo-fuzz (fuzz/README.md)"
+fi

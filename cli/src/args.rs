@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use serde::Deserialize;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -10,6 +11,7 @@ Examples:
   pp-run --stages 4 --split 8,8,7,7 \"Tell me a story\"   the same model, cut into four stages
   pp-run -m qwen.gguf --raw -n 64 < start.txt           continue a text, without a chat template
   pp-run -m qwen.gguf --device 0,1 --stages 2 \"Hello\"   stages on two adapters
+  pp-run -m qwen.gguf --stages 3 --workers rig2,rig3 \"Hello\"   stage 0 here, the others on two workers
   pp-run -- devices                                     `--` makes a prompt of a verb
   pp-run plan -m qwen.gguf --stages 2                   what each stage would hold; loads nothing
 
@@ -22,12 +24,14 @@ Exit codes:
   2    bad usage or bad input (an option, a prompt, a split)
   3    no usable device, or not enough device memory
   4    the model cannot be found or read, or is not supported
+  5    a worker is busy, does not answer, is not a member, or does not take its stages
   130  cancelled with Ctrl-C; what was answered until then has been printed
   141  nobody reads the output any more
 
 Environment:
   PP_MODEL   model when -m is not given (a path or a name)
   PP_MODELS  the models folder (default: $XDG_DATA_HOME/pp-run/models, else ~/.local/share/pp-run/models)
+  PP_JOIN_CODE  on a worker: the code to be enrolled with, in place of a made-up one; on the head: default of --code
   PP_LOG     what to log to stderr: error, warn (default), info, debug, trace, or a filter such as pp_engine=debug
   PP_CHECKED set to 1 to compile kernels with bounds checks (slower; for finding faults)
   NO_COLOR   set to anything to print without colours";
@@ -72,6 +76,10 @@ pub enum Verb {
     Sim(SimArgs),
     /// Where a pipeline's time went: who was busy when, why the others were not, and what to do about it
     Trace(TraceArgs),
+    /// Give this machine's devices to a cluster: wait to be enrolled, then run stages for its head
+    Worker(WorkerArgs),
+    /// The cluster that this machine is the head of: begin it, add workers, see how they are, remove them
+    Cluster(ClusterArgs),
 }
 
 /// One answer.
@@ -136,9 +144,9 @@ pub struct ModelArgs {
 }
 
 /// How the model is cut and on what it runs.
-#[derive(Debug, Default, Args)]
+#[derive(Clone, Debug, Default, Args)]
 pub struct PipelineArgs {
-    /// Number of stages (default: as many as --split names, else 1)
+    /// Number of stages (default: as many as --split names, else as --workers makes, else 1)
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = stages, help_heading = "Pipeline")]
     pub stages: Option<usize>,
     /// Layers per stage: exact counts (9,8,8,8), ratios (9:8:8:8), or auto, by bytes [default: auto]
@@ -157,6 +165,33 @@ pub struct PipelineArgs {
                      plain loops and no driver at all: exact, and very slow"
     )]
     pub device: Vec<String>,
+    /// Who runs the stages: one name fewer than stages (stage 0 is here then), or one for each, `local` among them;
+    /// NAME:DEVICE picks a device
+    #[arg(
+        long,
+        value_name = "NAME[:DEVICE],…",
+        value_delimiter = ',',
+        help_heading = "Pipeline",
+        long_help = "Who runs the stages, in order: one name fewer than there are stages, and stage 0 runs here; or a \
+                     name for every stage, where `local` is this machine. NAME:DEVICE picks a device of the worker, by \
+                     id, index or part of its name (see `pp-run cluster status`); without one it is the worker's \
+                     first. A name may stand for several stages. --device picks the devices of the stages that run \
+                     here. Every worker needs a copy of the model in its models folder, under any name"
+    )]
+    pub workers: Vec<String>,
+    /// Take workers, split, wire and device from FILE (TOML); what is also typed is as typed
+    #[arg(
+        long,
+        value_name = "FILE",
+        help_heading = "Pipeline",
+        long_help = "Take workers, stages, split, wire and device from FILE, in TOML; what is also typed is as typed. \
+                     For example:\n\n  workers = [\"local\", \"rig2\", \"rig3:0\"]\n  split = \"10,12,10\"\n  wire = \
+                     \"f16\""
+    )]
+    pub cluster: Option<PathBuf>,
+    /// How long to wait for workers that are busy or do not answer
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=86_400), help_heading = "Pipeline")]
+    pub wait: u64,
     /// Positions of the context, in tokens (default: the model's maximum, or what fits the device memory)
     #[arg(short, long, value_name = "TOKENS", help_heading = "Pipeline")]
     pub ctx: Option<usize>,
@@ -175,9 +210,9 @@ pub struct PipelineArgs {
     #[arg(long, value_enum, default_value_t, value_name = "TYPE", help_heading = "Pipeline")]
     pub kv: KvArg,
     /// How activations cross from stage to stage: f32 changes nothing; f16 is half the bytes, q8 (8 bits, in blocks of
-    /// 32) less than a third, and both cost some accuracy at every hop
-    #[arg(long, value_enum, default_value_t, value_name = "TYPE", help_heading = "Pipeline")]
-    pub wire: WireArg,
+    /// 32) less than a third, and both cost some accuracy at every hop [default: f32]
+    #[arg(long, value_enum, value_name = "TYPE", help_heading = "Pipeline")]
+    pub wire: Option<WireArg>,
     /// Shapes of the kernels: for graphics cards or for software drivers; auto is by adapter
     #[arg(long, value_enum, default_value_t, value_name = "PROFILE", help_heading = "Pipeline")]
     pub profile: ProfileArg,
@@ -485,6 +520,139 @@ pub struct TraceArgs {
     pub output: OutputArgs,
 }
 
+/// `worker`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  pp-run worker                                   every card of this machine, on UDP port 7711
+  pp-run worker --listen 192.0.2.12:7711 --name rig2
+  pp-run worker --device 0,1 --json               two adapters; one line of JSON when it is ready
+
+The first time it makes a key and prints what to run on the head within 10 minutes; after that it just serves. It \
+ends with Ctrl-C or SIGTERM. Its firewall must let UDP in on the port; README.md has the rule, and a systemd unit.")]
+pub struct WorkerArgs {
+    /// Where to listen (UDP); without a port it is 7711
+    #[arg(long, value_name = "ADDR[:PORT]", default_value = "0.0.0.0")]
+    pub listen: String,
+    /// Address to print for the head, where it is not the one that this machine would use to reach others
+    #[arg(long, value_name = "ADDR[:PORT]")]
+    pub advertise: Option<String>,
+    /// Name to be enrolled with (default: the host name)
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+    /// Adapters to give, by index, id or part of the name, comma-separated (default: every hardware adapter; a
+    /// software one only when named or when there is nothing else). `reference` is the processor without a driver
+    #[arg(long, value_name = "SEL[,SEL…]", value_delimiter = ',')]
+    pub device: Vec<String>,
+    /// Shapes of the kernels: for graphics cards or for software drivers; auto is by adapter
+    #[arg(long, value_enum, default_value_t, value_name = "PROFILE")]
+    pub profile: ProfileArg,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `cluster`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  pp-run cluster init                                   once, on the head
+  pp-run cluster add rig2 192.0.2.12:7711 --code CODE   as a new worker prints it
+  pp-run cluster status
+  pp-run cluster drain rig2                             it takes nothing new
+  pp-run cluster remove rig2                            its certificate is void")]
+pub struct ClusterArgs {
+    #[command(subcommand)]
+    pub verb: ClusterVerb,
+}
+
+/// What can be done with a cluster.
+#[derive(Debug, Subcommand)]
+pub enum ClusterVerb {
+    /// Begin a cluster: its authority, and this machine as its head
+    Init(InitArgs),
+    /// Enrol a worker that waits for it
+    Add(AddArgs),
+    /// Members, where they are, what they have and do, and how far away they are
+    Status(StatusArgs),
+    /// Take a worker out of the cluster, for good
+    Remove(RemoveArgs),
+    /// Let a worker end what it runs and take nothing new
+    Drain(DrainArgs),
+}
+
+/// `cluster init`
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  pp-run cluster init && pp-run cluster status")]
+pub struct InitArgs {
+    /// Name of this head in the cluster
+    #[arg(long, value_name = "NAME", default_value = "head")]
+    pub name: String,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `cluster add`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  pp-run cluster add rig2 192.0.2.12:7711 --code 6F2K-…   as the worker has printed it
+  pp-run cluster add rig3 rig3.example.net                port 7711, code of PP_JOIN_CODE
+  pp-run cluster add rig2 192.0.2.99                      a member that has moved")]
+pub struct AddArgs {
+    /// What to call the worker: a-z, 0-9 and -
+    #[arg(value_name = "NAME")]
+    pub name: String,
+    /// Where it listens; without a port it is 7711
+    #[arg(value_name = "ADDR[:PORT]")]
+    pub address: String,
+    /// The code that it has printed, or that was preset there
+    #[arg(long, value_name = "CODE", env = "PP_JOIN_CODE", hide_env_values = true, allow_hyphen_values = true)]
+    pub code: Option<String>,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `cluster status`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  pp-run cluster status
+  pp-run cluster status --json | jq -r '.members[] | select(.state != \"ready\") | .name'
+
+Ends with 0 when every worker answers, else with 5.")]
+pub struct StatusArgs {
+    /// Do not measure the bandwidth (a few MiB to every worker and back)
+    #[arg(long)]
+    pub no_bandwidth: bool,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `cluster remove`
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  pp-run cluster remove rig2")]
+pub struct RemoveArgs {
+    /// The worker
+    #[arg(value_name = "NAME")]
+    pub name: String,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `cluster drain`
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  pp-run cluster drain rig2\n  pp-run cluster drain rig2 --undo")]
+pub struct DrainArgs {
+    /// The worker
+    #[arg(value_name = "NAME")]
+    pub name: String,
+    /// Let it take work again
+    #[arg(long)]
+    pub undo: bool,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
 /// `--activations`
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum ActivationsArg {
@@ -504,7 +672,8 @@ pub enum KvArg {
 }
 
 /// `--wire`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum WireArg {
     #[default]
     F32,

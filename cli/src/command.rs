@@ -2,6 +2,7 @@
 
 mod batch;
 mod bench;
+mod cluster;
 mod devices;
 mod inspect;
 mod perplexity;
@@ -9,6 +10,7 @@ mod plan;
 mod run;
 mod sim;
 mod trace;
+mod worker;
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -19,7 +21,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use pp_engine::checkpoint::Checkpoint;
 use pp_engine::head::{Head, HeadOptions};
-use pp_engine::pipeline::{Pipeline, PipelineError};
+use pp_engine::pipeline::{Pipeline, PipelineError, PipelineOptions};
 use pp_engine::tokenizer::Tokenizer;
 use pp_engine::trace::{Trace, chrome};
 
@@ -28,7 +30,7 @@ use crate::models::Places;
 use crate::output::Out;
 use crate::output::progress::Loading;
 use crate::plan::Plan;
-use crate::report::{Widened, layer_range};
+use crate::report::{Widened, layer_range, place};
 use crate::{cancel, errors};
 
 /// Does what was asked.
@@ -46,6 +48,8 @@ pub fn run(cli: Cli) -> Result<ExitCode> {
         Some(Verb::Batch(args)) => batch::run(&args),
         Some(Verb::Sim(args)) => sim::run(&args),
         Some(Verb::Trace(args)) => trace::run(&args),
+        Some(Verb::Worker(args)) => worker::run(&args),
+        Some(Verb::Cluster(args)) => cluster::run(&args),
     }
 }
 
@@ -60,14 +64,24 @@ fn load(plan: &Plan, options: HeadOptions, tokenizer: Arc<Tokenizer>, out: &Out)
     plan.notes().iter().for_each(|note| out.note(note));
     let stages = plan.layouts.iter().zip(&plan.devices).map(|(layout, device)| {
         let layers = (layout.spec.layers.start, layout.spec.layers.end);
-        let name = format!("stage {}  layers {}  {}", layout.spec.index, layer_range(layers), device.name());
+        let name = format!("stage {}  layers {}  {}", layout.spec.index, layer_range(layers), place(device));
         (name, layout.file_bytes())
     });
+    let is_remote = plan.devices.iter().any(|device| device.worker().is_some());
+    let model = is_remote.then(|| crate::cluster::model::of(&plan.checkpoint, out)).transpose()?;
+    let between = PipelineOptions { model, ..PipelineOptions::default() };
     let mut loading = Loading::new(out, stages.collect());
     let mut progress =
         |stage, at: pp_engine::weights::LoadProgress| loading.update(stage, at.read_bytes, at.total_bytes);
-    let opened =
-        Pipeline::open(&plan.checkpoint, &plan.specs, plan.options, &plan.devices, &mut progress, cancel::flag());
+    let opened = Pipeline::open_with(
+        &plan.checkpoint,
+        &plan.specs,
+        plan.options,
+        &between,
+        &plan.devices,
+        &mut progress,
+        cancel::flag(),
+    );
     let pipeline = match opened {
         Ok(pipeline) => pipeline,
         Err(error) => {

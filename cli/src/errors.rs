@@ -5,11 +5,15 @@ use std::io;
 use pp_engine::backend::gpu::adapter::AdapterError;
 use pp_engine::chat_template::ChatTemplateError;
 use pp_engine::checkpoint::CheckpointError;
+use pp_engine::cluster::remote::LeaseError;
 use pp_engine::head::HeadError;
 use pp_engine::layout::LayoutError;
 use pp_engine::pipeline::PipelineError;
 use pp_engine::split::SplitError;
 use pp_engine::tokenizer::TokenizerError;
+use pp_engine::weights::LoadError;
+use pp_engine::worker::WorkerError;
+use pp_transport::quic::joining::JoinError;
 
 /// How the program ends; `--help` documents the numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +26,8 @@ pub enum Exit {
     Device = 3,
     /// The model cannot be read or is not supported.
     Model = 4,
+    /// A worker is busy, not there, or does not do what it should.
+    Worker = 5,
     /// Ctrl-C.
     Cancelled = 130,
     /// The reader of stdout went away: as a shell reports SIGPIPE. Nothing is printed.
@@ -51,6 +57,11 @@ pub fn model(message: impl Into<String>) -> anyhow::Error {
     Refusal { exit: Exit::Model, message: message.into() }.into()
 }
 
+/// A worker that is not to be had.
+pub fn worker(message: impl Into<String>) -> anyhow::Error {
+    Refusal { exit: Exit::Worker, message: message.into() }.into()
+}
+
 /// The user wanted it to end.
 pub fn cancelled() -> anyhow::Error {
     Refusal { exit: Exit::Cancelled, message: "cancelled".to_owned() }.into()
@@ -69,7 +80,7 @@ fn known(error: &(dyn std::error::Error + 'static)) -> Option<Exit> {
         return Some(match error {
             HeadError::Pipeline(error) => of_pipeline(error),
             HeadError::Refused(_) | HeadError::NoSuchToken { .. } => Exit::Usage,
-            HeadError::Stuck { .. } => Exit::Failure,
+            HeadError::Down { .. } | HeadError::Stuck { .. } => Exit::Failure,
         });
     }
     if let Some(error) = error.downcast_ref::<PipelineError>() {
@@ -88,6 +99,9 @@ fn known(error: &(dyn std::error::Error + 'static)) -> Option<Exit> {
         let refused = matches!(error, ChatTemplateError::Refused { .. } | ChatTemplateError::Role { .. });
         return Some(if refused { Exit::Usage } else { Exit::Model });
     }
+    if error.is::<LeaseError>() || error.is::<JoinError>() {
+        return Some(Exit::Worker);
+    }
     if error.is::<CheckpointError>() {
         return Some(Exit::Model);
     }
@@ -102,6 +116,8 @@ fn of_pipeline(error: &PipelineError) -> Exit {
     match error {
         PipelineError::Cancelled => Exit::Cancelled,
         PipelineError::Layout { error, .. } => of_layout(error),
+        // Only workers refuse: they have no such model, or run another program.
+        PipelineError::Load { error: LoadError::Refused { .. }, .. } => Exit::Worker,
         error if error.is_out_of_memory() => Exit::Device,
         _ => Exit::Failure,
     }
@@ -125,8 +141,12 @@ pub fn advice(error: &anyhow::Error) -> Option<&'static str> {
         error if error.is_out_of_memory() => {
             Some("use a smaller --ctx, more --stages, another --split, or a model of fewer bits (see `pp-run plan`)")
         }
+        PipelineError::Load { error: LoadError::Refused { .. }, .. } => None,
+        PipelineError::Stage { error: WorkerError::Lost { .. } | WorkerError::Gone { .. }, .. } => {
+            Some("see `pp-run cluster status`, and what the worker itself says")
+        }
         PipelineError::Load { .. } => Some("see `pp-run devices`; another --device may work"),
-        PipelineError::Stage { .. } | PipelineError::Silent { .. } => {
+        PipelineError::Stage { .. } | PipelineError::Wedged { .. } | PipelineError::Silent { .. } => {
             Some("try again; if it stays, choose another --device, and look at the driver's messages (dmesg)")
         }
         _ => None,
@@ -135,6 +155,7 @@ pub fn advice(error: &anyhow::Error) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
+    use pp_engine::pipeline::StageName;
     use pp_engine::schedule::Refused;
 
     use super::*;
@@ -146,7 +167,12 @@ mod tests {
         check(device("x").context("while opening"), Exit::Device);
         check(HeadError::from(Refused::EmptyPrompt).into(), Exit::Usage);
         check(PipelineError::Cancelled.into(), Exit::Cancelled);
-        check(HeadError::Pipeline(PipelineError::Silent { seconds: 1 }).into(), Exit::Failure);
+        check(worker("x"), Exit::Worker);
+        check(LeaseError::Draining { worker: "rig2".to_owned() }.into(), Exit::Worker);
+        let stage = StageName { index: 0, layers: (0, 2), device: "x".into(), worker: None };
+        let refused = LoadError::Refused { message: "no such model".to_owned() };
+        check(PipelineError::Load { stage: stage.clone(), error: refused }.into(), Exit::Worker);
+        check(HeadError::Pipeline(PipelineError::Silent { stage, seconds: 1 }).into(), Exit::Failure);
         check(AdapterError::None.into(), Exit::Device);
         check(AdapterError::NoMatch { selector: "x".into(), known: String::new() }.into(), Exit::Usage);
         check(SplitError::NoStages.into(), Exit::Usage);

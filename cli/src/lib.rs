@@ -5,6 +5,7 @@
 
 mod args;
 mod cancel;
+mod cluster;
 mod command;
 mod errors;
 mod logging;
@@ -74,6 +75,10 @@ fn parse() -> Result<Cli, clap::Error> {
 
 /// What clap takes for an unknown verb behind a prompt is mostly a prompt without quotes.
 fn about_unquoted_prompts(error: clap::Error) -> clap::Error {
+    // Behind a verb that has verbs of its own it is one of those, misspelt.
+    if std::env::args_os().nth(1).is_some_and(|word| Cli::command().find_subcommand(word).is_some()) {
+        return error;
+    }
     match (error.kind(), error.get(ContextKind::InvalidSubcommand)) {
         (ErrorKind::InvalidSubcommand, Some(ContextValue::String(word))) => {
             let message = format!("unexpected word `{word}`: a prompt is one argument, so put it in quotes");

@@ -5,6 +5,7 @@ use pp_engine::pipeline::Device;
 use pp_engine::split::{Costs, Split, auto_within, join};
 
 use crate::output::bytes;
+use crate::report;
 
 /// Share of a card's memory that stages may take: drivers and screens need some.
 const SHARE: f64 = 0.95;
@@ -14,6 +15,8 @@ const SHARE: f64 = 0.95;
 pub struct Pool {
     /// What its device is called.
     pub device: String,
+    /// The worker that has it; none: this machine.
+    pub worker: Option<String>,
     /// Whether it is the host's memory.
     pub host: bool,
     /// Bytes that stages may take, where that is known.
@@ -40,33 +43,36 @@ impl Need {
     }
 }
 
-/// The memories that the stages' devices have. Software devices all take the host's.
+/// The memories that the stages' devices have. Software devices all take their host's.
 pub fn pools(devices: &[Device]) -> Vec<Pool> {
     let mut pools: Vec<(String, Pool)> = Vec::new();
     for (stage, device) in devices.iter().enumerate() {
-        let host = match device {
-            Device::Gpu { adapter, .. } => adapter.is_software(),
-            Device::Reference { .. } | Device::Paced { .. } => true,
-        };
-        let key = if host { "host".to_owned() } else { device.id() };
+        let host = device.is_software();
+        let worker = device.worker();
+        let place = worker.as_ref().map_or(String::new(), |worker| format!("{worker}:"));
+        let key = format!("{place}{}", if host { "host".to_owned() } else { device.id() });
         if let Some((_, pool)) = pools.iter_mut().find(|(k, _)| *k == key) {
             pool.stages.push(stage);
             continue;
         }
-        let available =
-            if host { host_available() } else { device.memory_bytes().map(|bytes| (bytes as f64 * SHARE) as u64) };
-        pools.push((key, Pool { device: device.name(), host, available, stages: vec![stage] }));
+        let free = match device {
+            Device::Remote(device) => device.worker().welcome().memory.map(|(_, free)| free),
+            _ => self::host().map(|(_, free)| free),
+        };
+        let available = if host { free } else { device.memory_bytes().map(|bytes| (bytes as f64 * SHARE) as u64) };
+        pools.push((key, Pool { device: report::place(device), worker, host, available, stages: vec![stage] }));
     }
     pools.into_iter().map(|(_, pool)| pool).collect()
 }
 
-/// Bytes that the host can give away without swapping.
-fn host_available() -> Option<u64> {
-    mem_available(&std::fs::read_to_string("/proc/meminfo").ok()?)
+/// Bytes of memory of this machine, and how many it can give away without swapping.
+pub fn host() -> Option<(u64, u64)> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    Some((line_of(&meminfo, "MemTotal:")?, line_of(&meminfo, "MemAvailable:")?))
 }
 
-fn mem_available(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+fn line_of(meminfo: &str, name: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
@@ -103,7 +109,11 @@ impl Situation<'_> {
         let available = pool.available.unwrap_or(0);
         let sum = |part: fn(&Need) -> u64| bytes(pool.stages.iter().map(|stage| part(&self.needs[*stage])).sum());
         let stages = pool.stages.iter().map(|stage| self.stage(*stage)).collect::<Vec<_>>().join(", ");
-        let has = if pool.host { "the host has" } else { "it has" };
+        let has = match (&pool.worker, pool.host) {
+            (Some(worker), true) => format!("{worker} has"),
+            (None, true) => "the host has".to_owned(),
+            (_, false) => "it has".to_owned(),
+        };
         let what = format!(
             "not enough memory on {}: {stages} take{} {} (weights {}, keys and values {} at a context of {}, work {}), {has} {} to give",
             pool.device,
@@ -219,7 +229,7 @@ mod tests {
     const GB: u64 = 1_000_000_000;
 
     fn pool(device: &str, host: bool, gigabytes: u64, stages: &[usize]) -> Pool {
-        Pool { device: device.into(), host, available: Some(gigabytes * GB), stages: stages.into() }
+        Pool { device: device.into(), worker: None, host, available: Some(gigabytes * GB), stages: stages.into() }
     }
 
     fn explain(pools: &[Pool], weights: &[u64], counts: &[usize], fits: Option<usize>) -> String {
@@ -276,7 +286,8 @@ mod tests {
 
     #[test]
     fn mem_available_is_read() {
-        assert_eq!(mem_available("MemTotal: 5 kB\nMemAvailable:    3 kB\n"), Some(3072));
-        assert_eq!(mem_available(""), None);
+        let meminfo = "MemTotal: 5 kB\nMemAvailable:    3 kB\n";
+        assert_eq!((line_of(meminfo, "MemTotal:"), line_of(meminfo, "MemAvailable:")), (Some(5120), Some(3072)));
+        assert_eq!(line_of("", "MemTotal:"), None);
     }
 }

@@ -1,10 +1,15 @@
 //! Where models are looked for, and where their digests are remembered.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 
 use anyhow::Result;
+use pp_engine::checkpoint::Checkpoint;
+use pp_engine::digest::{Digest, DigestError, Digests};
 
-use crate::errors;
+use crate::output::Out;
+use crate::output::progress::Steps;
+use crate::{cancel, errors};
 
 /// File name of the model that `scripts/demo.sh` fetches.
 pub const DEMO: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
@@ -68,6 +73,25 @@ impl Places {
         let found = if names.is_empty() { "holds no model".to_owned() } else { format!("holds {}", names.join(", ")) };
         format!("the models folder {} {found}; scripts/demo.sh fetches the demo model", folder.display())
     }
+}
+
+/// The digest of a model; one that was never seen before is read, all of it.
+///
+/// # Errors
+/// When its files cannot be read, or the user wants it to end.
+pub fn digest_of(checkpoint: &Checkpoint, out: &Out) -> Result<Digest> {
+    const MIB: u64 = 1 << 20;
+    let mut steps = Steps::new(out, "digest", "MiB");
+    let mut digests = Digests::new(Places::from_env().digests);
+    let found = digests.of(checkpoint, &mut |done, total| {
+        steps.update((done / MIB) as usize, (total / MIB) as usize);
+        !cancel::flag().load(Ordering::Relaxed)
+    });
+    steps.finish();
+    found.map_err(|error| match error {
+        DigestError::Cancelled => errors::cancelled(),
+        error => errors::model(error.to_string()),
+    })
 }
 
 /// GGUF files and folders with a config.json.

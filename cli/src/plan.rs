@@ -1,17 +1,22 @@
 //! From a model and the typed options to a pipeline that fits: devices, layers, context and layouts.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Result;
 use pp_engine::backend::gpu::adapter::Adapter;
 use pp_engine::checkpoint::Checkpoint;
+use pp_engine::cluster::control::Purpose;
 use pp_engine::layout::{LayoutError, StageLayout, StageOptions, StageSpec};
 use pp_engine::pipeline::Device;
 use pp_engine::split::Costs;
 use pp_engine::{PAGE, Profile};
 
-use crate::args::PipelineArgs;
+use crate::args::{PipelineArgs, ProfileArg};
+use crate::cluster::gather::Cluster;
+use crate::cluster::{file, places};
 use crate::memory::{self, Need, Pool, Situation};
+use crate::output::Out;
 use crate::{errors, settings};
 
 /// A context is lowered to what fits in steps of this many tokens, …
@@ -41,6 +46,9 @@ pub struct Plan {
     pub kv_lowered: bool,
     /// The memories.
     pub pools: Vec<Pool>,
+    /// The workers, as long as the pipeline is wanted: dropped after all that runs there.
+    #[expect(dead_code, reason = "held, not read")]
+    pub cluster: Option<Cluster>,
 }
 
 /// What a verb wants where nothing was typed.
@@ -50,12 +58,19 @@ pub struct Wanted {
     pub context: Option<usize>,
     /// Sequences at once.
     pub sequences: usize,
+    /// What of workers.
+    pub purpose: Purpose,
 }
 
 impl Wanted {
     /// One sequence.
     pub fn one(context: Option<usize>) -> Wanted {
-        Wanted { context, sequences: 1 }
+        Wanted::several(context, 1)
+    }
+
+    /// Several at once.
+    pub fn several(context: Option<usize>, sequences: usize) -> Wanted {
+        Wanted { context, sequences, purpose: Purpose::Lease }
     }
 }
 
@@ -63,7 +78,8 @@ impl Wanted {
 ///
 /// # Errors
 /// When options and model do not agree, or nothing fits.
-pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Wanted) -> Result<Plan> {
+pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Wanted, out: &Out) -> Result<Plan> {
+    let args = &file::merged(args)?;
     // What the model cannot do comes before what the machine cannot.
     pp_engine::arch::find(&checkpoint.config.arch).map_err(LayoutError::from)?;
     let costs = settings::costs(&checkpoint);
@@ -77,7 +93,7 @@ pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Wanted) ->
     if args.groups == Some(0) {
         return Err(errors::usage("--groups 0: expected at least 1"));
     }
-    let devices = devices(args, counts.len())?;
+    let (devices, cluster) = devices(args, counts.len(), wanted.purpose, out)?;
     let default = devices.iter().map(|d| d.profile().chunk).min().unwrap_or(1);
     let chunk = settings::chunk(args.max_batch_tokens, default)?;
     let pools = memory::pools(&devices);
@@ -85,7 +101,9 @@ pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Wanted) ->
     let context = asked.unwrap_or(max);
     let wire = settings::wire(args.wire);
     let options = StageOptions { activations, kv, context, sequences, kv_tokens: context, chunk, wire };
-    fit(checkpoint, counts, devices, pools, options, Asked { context: asked.is_some(), kv_tokens }, &costs)
+    let asked = Asked { context: asked.is_some(), kv_tokens };
+    let plan = fit(checkpoint, counts, devices, pools, options, asked, &costs)?;
+    Ok(Plan { cluster, ..plan })
 }
 
 /// What the user set.
@@ -158,7 +176,7 @@ fn fit(
     };
     let layouts = layouts(&checkpoint, &specs, options, &devices)?;
     let kv_lowered = asked.kv_tokens.is_none() && options.kv_tokens < all;
-    Ok(Plan { specs, devices, layouts, options, lowered, kv_lowered, pools, counts, checkpoint })
+    Ok(Plan { specs, devices, layouts, options, lowered, kv_lowered, pools, counts, checkpoint, cluster: None })
 }
 
 /// The largest multiple of `step` in `min .. max` for which `fits`, which is monotone.
@@ -205,29 +223,81 @@ fn needs(layouts: &[StageLayout]) -> Vec<Need> {
     layouts.iter().map(need).collect()
 }
 
-fn devices(args: &PipelineArgs, stages: usize) -> Result<Vec<Device>> {
-    let forced = settings::profile(args.profile);
-    let checked = checked();
-    let gpu = |adapter: Adapter| Device::Gpu { profile: forced.unwrap_or(adapter.profile()), adapter, checked };
-    let twins = || Device::Reference { profile: forced.unwrap_or(Profile::SOFTWARE) };
-    if args.device.is_empty() {
-        return Ok(Adapter::choose(&Adapter::all(), &[], stages)?.into_iter().map(gpu).collect());
+/// The device of each stage, here or at workers, which are connected.
+fn devices(args: &PipelineArgs, stages: usize, purpose: Purpose, out: &Out) -> Result<(Vec<Device>, Option<Cluster>)> {
+    if args.workers.is_empty() {
+        return Ok((here(&args.device, args.profile, stages)?, None));
     }
-    let mut all = None;
-    let mut named = Vec::new();
-    for selector in &args.device {
-        named.push(if selector == REFERENCE {
-            twins()
-        } else {
-            let all = all.get_or_insert_with(Adapter::all);
-            gpu(Adapter::choose(all, std::slice::from_ref(selector), 1)?.remove(0))
+    let places = places::of(&args.workers, stages)?;
+    // What is wrong here comes before what may be wrong elsewhere.
+    let unpicked = places.iter().filter(|place| place.worker.is_none() && place.device.is_none()).count();
+    if unpicked == 0 && !args.device.is_empty() {
+        return Err(errors::usage(
+            "--device picks devices of this machine, and no stage is left for them: write NAME:DEVICE in --workers",
+        ));
+    }
+    let mut unpicked = if unpicked == 0 { Vec::new() } else { here(&args.device, args.profile, unpicked)? }.into_iter();
+    let mut local = Vec::new();
+    for place in places.iter().filter(|place| place.worker.is_none()) {
+        local.push(match &place.device {
+            Some(selector) => here(std::slice::from_ref(selector), args.profile, 1)?.remove(0),
+            None => unpicked.next().expect("as many as were counted"),
         });
     }
+    let mut local = local.into_iter();
+    let cluster = Cluster::gather(&places, purpose, Duration::from_secs(args.wait), out)?;
+    let device = |place: &places::Place| match &place.worker {
+        Some(name) => cluster.device(name, place.device.as_deref()),
+        None => Ok(local.next().expect("one for every stage here")),
+    };
+    let devices = places.iter().map(device).collect::<Result<Vec<_>>>()?;
+    Ok((devices, Some(cluster)))
+}
+
+/// Devices of this machine for so many stages.
+fn here(selectors: &[String], profile: ProfileArg, stages: usize) -> Result<Vec<Device>> {
+    let named = if selectors.is_empty() { adapters(profile, stages)? } else { named(selectors, profile)? };
     if named.len() > stages {
         let (given, split) = (named.len(), if stages == 1 { "; give --stages or --split" } else { "" });
         return Err(errors::usage(format!("--device names {given} devices for {stages} stage(s){split}")));
     }
     Ok((0..stages).map(|stage| named[stage % named.len()].clone()).collect())
+}
+
+/// All devices that a worker gives: those named, else every hardware adapter, else a software one; each once.
+///
+/// # Errors
+/// When one is not there.
+pub fn all_devices(selectors: &[String], profile: ProfileArg) -> Result<Vec<Device>> {
+    let all = if selectors.is_empty() { adapters(profile, Adapter::all().len())? } else { named(selectors, profile)? };
+    let mut once: Vec<Device> = Vec::new();
+    for device in all {
+        if once.iter().all(|other| other.id() != device.id()) {
+            once.push(device);
+        }
+    }
+    Ok(once)
+}
+
+fn adapters(profile: ProfileArg, count: usize) -> Result<Vec<Device>> {
+    Ok(Adapter::choose(&Adapter::all(), &[], count)?.into_iter().map(|adapter| gpu(adapter, profile)).collect())
+}
+
+fn named(selectors: &[String], profile: ProfileArg) -> Result<Vec<Device>> {
+    let mut all = None;
+    let mut device = |selector: &String| {
+        if selector == REFERENCE {
+            return Ok(Device::Reference { profile: settings::profile(profile).unwrap_or(Profile::SOFTWARE) });
+        }
+        let all = all.get_or_insert_with(Adapter::all);
+        Ok(gpu(Adapter::choose(all, std::slice::from_ref(selector), 1)?.remove(0), profile))
+    };
+    selectors.iter().map(&mut device).collect()
+}
+
+fn gpu(adapter: Adapter, profile: ProfileArg) -> Device {
+    let profile = settings::profile(profile).unwrap_or(adapter.profile());
+    Device::Gpu { profile, adapter, checked: checked() }
 }
 
 /// Whether kernels are compiled with bounds checks: always in builds for debugging.

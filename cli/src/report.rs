@@ -1,12 +1,13 @@
 //! What several results have in common: stages, and spreads of measurements.
 
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use pp_engine::head::Token;
-use pp_engine::pipeline::{Pipeline, StageReport};
+use pp_engine::pipeline::{Device, Pipeline, StageReport};
 use serde::Serialize;
 
-use crate::output::{bytes, table};
+use crate::output::{bytes, printable, table};
 
 /// A format that was widened on loading.
 #[derive(Clone, Debug, Serialize)]
@@ -21,8 +22,13 @@ pub struct Widened {
 
 impl Widened {
     /// Of a layout's list.
-    pub fn of(list: &[(String, String, usize)]) -> Vec<Widened> {
-        list.iter().cloned().map(|(from, to, tensors)| Widened { from, to, tensors }).collect()
+    pub fn of<S: AsRef<str>>(list: &[(S, S, usize)]) -> Vec<Widened> {
+        let one = |(from, to, tensors): &(S, S, usize)| Widened {
+            from: from.as_ref().to_owned(),
+            to: to.as_ref().to_owned(),
+            tensors: *tensors,
+        };
+        list.iter().map(one).collect()
     }
 
     /// For people.
@@ -50,6 +56,8 @@ impl TokenRow {
 #[derive(Clone, Debug, Serialize)]
 pub struct StageRow {
     pub index: usize,
+    /// The worker that it was on; null: this machine.
+    pub worker: Option<String>,
     pub device: String,
     pub device_id: String,
     /// First layer and the one after the last.
@@ -65,19 +73,42 @@ pub struct StageRow {
     pub busy_seconds: f64,
     pub steps: u64,
     pub tokens: u64,
+    /// Bytes handed on, headers included.
+    pub sent_bytes: u64,
+    /// Of each token; null where there was none.
+    pub sent_bytes_per_token: Option<f64>,
     pub load_seconds: f64,
     pub widened: Vec<Widened>,
 }
 
+/// How long to wait for what workers have to say of their stages: they do so ten times a second.
+const WORD: Duration = Duration::from_millis(500);
+
+/// Whether a pipeline has stages on workers.
+pub fn has_workers(pipeline: &Pipeline) -> bool {
+    pipeline.reports().iter().any(|report| report.worker.is_some())
+}
+
 /// The stages of a pipeline, with what they have done so far.
 pub fn stages(pipeline: &Pipeline) -> Vec<StageRow> {
+    let until = Instant::now() + WORD;
+    let steps = || pipeline.counters().iter().map(|counters| counters.steps.load(Ordering::Relaxed));
+    // What is answered has been through all of them.
+    while has_workers(pipeline) && steps().min() != steps().max() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(10));
+    }
     let stages = pipeline.reports().iter().zip(pipeline.counters());
     stages
         .map(|(report, counters)| StageRow {
             busy_seconds: counters.busy_ns.load(Ordering::Relaxed) as f64 * 1e-9,
             steps: counters.steps.load(Ordering::Relaxed),
             tokens: counters.tokens.load(Ordering::Relaxed),
+            sent_bytes: counters.sent_bytes.load(Ordering::Relaxed),
             ..row(report)
+        })
+        .map(|row| StageRow {
+            sent_bytes_per_token: (row.tokens > 0).then(|| row.sent_bytes as f64 / row.tokens as f64),
+            ..row
         })
         .collect()
 }
@@ -86,6 +117,7 @@ fn row(report: &StageReport) -> StageRow {
     let layers = &report.spec.layers;
     StageRow {
         index: report.spec.index,
+        worker: report.worker.clone(),
         device: report.device.clone(),
         device_id: report.device_id.clone(),
         layers: (layers.start, layers.end),
@@ -98,9 +130,21 @@ fn row(report: &StageReport) -> StageRow {
         busy_seconds: 0.0,
         steps: 0,
         tokens: 0,
+        sent_bytes: 0,
+        sent_bytes_per_token: None,
         load_seconds: report.load_seconds,
         widened: Widened::of(&report.widened),
     }
+}
+
+/// A device as tables and notes call it, with the worker that has it.
+pub fn place(device: &Device) -> String {
+    placed(device.worker().as_deref(), &device.name())
+}
+
+/// A device with the worker that has it. What a worker calls its devices is its own affair: nothing of it is obeyed.
+pub fn placed(worker: Option<&str>, device: &str) -> String {
+    worker.map_or_else(|| device.to_owned(), |worker| format!("{worker}: {}", printable(device)))
 }
 
 /// `0-7`, of a first layer and the one after the last.
@@ -116,16 +160,17 @@ pub fn stage_table(stages: &[StageRow], wall_seconds: f64) -> String {
             let share = if wall_seconds > 0.0 { 100.0 * stage.busy_seconds / wall_seconds } else { 0.0 };
             vec![
                 stage.index.to_string(),
-                stage.device.clone(),
+                placed(stage.worker.as_deref(), &stage.device),
                 layer_range(stage.layers),
                 bytes(stage.weight_bytes),
                 bytes(stage.kv_bytes),
                 bytes(stage.device_bytes),
                 format!("{:.2} s ({share:.0} %)", stage.busy_seconds),
+                stage.sent_bytes_per_token.map_or("-".to_owned(), |sent| format!("{sent:.0} B")),
             ]
         })
         .collect();
-    table(3, &["stage", "device", "layers", "weights", "KV", "in all", "busy"], &rows)
+    table(3, &["stage", "device", "layers", "weights", "KV", "in all", "busy", "sent a token"], &rows)
 }
 
 /// Median, smallest and largest of some measurements.

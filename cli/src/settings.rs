@@ -144,8 +144,8 @@ pub fn counts(args: &PipelineArgs, costs: &Costs) -> Result<Vec<usize>> {
 }
 
 /// The type of activations between stages.
-pub fn wire(arg: WireArg) -> Wire {
-    match arg {
+pub fn wire(arg: Option<WireArg>) -> Wire {
+    match arg.unwrap_or_default() {
         WireArg::F32 => Wire::F32,
         WireArg::F16 => Wire::F16,
         WireArg::Q8 => Wire::Q8,

@@ -157,7 +157,7 @@ pub trait Backend: Send {
 }
 
 /// What can go wrong on a device.
-#[derive(Clone, Debug, Error)]
+#[derive(Clone, Debug, Error, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the messages say it")]
 pub enum DeviceError {
     #[error("device memory is full: `{buffer}` needs {bytes} more bytes beside the {allocated} already in use")]

@@ -23,6 +23,12 @@ pub use request::{Answer, Event, FinishReason, Request, Timings, Token, Turn};
 pub use score::Score;
 use text::AnswerText;
 
+/// A stage that computes one micro-batch for so long, and for [`WEDGED_TIMES`] what it should take, is wedged.
+const WEDGED: Duration = Duration::from_secs(5);
+const WEDGED_TIMES: f64 = 10.0;
+/// Steps that wait for stages to tell how long they took; older ones are not learnt from.
+const UNMEASURED_MAX: usize = 256;
+
 /// Why no answer was made.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages say it")]
@@ -31,6 +37,8 @@ pub enum HeadError {
     Pipeline(#[from] PipelineError),
     #[error(transparent)]
     Refused(#[from] Refused),
+    #[error("the pipeline is down: {reason}")]
+    Down { reason: String },
     #[error("token id {id} is not in the vocabulary of {vocab}")]
     NoSuchToken { id: u32, vocab: usize },
     #[error("the scheduler has {waiting} requests waiting and nothing under way: this is a fault in the program")]
@@ -83,10 +91,21 @@ struct Running {
     choices: Vec<ChoiceState>,
 }
 
+/// A step that the scheduler is to learn from, once all stages have said how long it took them.
+struct Measured {
+    step: u64,
+    tokens: usize,
+    attended: f64,
+    /// Seconds that the head took for it.
+    overhead: f64,
+}
+
 struct InFlight {
     step: u64,
     tokens: usize,
     attended: f64,
+    /// Seconds that the slowest stage should take; nothing while that is not known.
+    expected: Option<f64>,
     /// Whose prompt is done up to where.
     prefilled: Vec<(RequestId, usize)>,
     /// Seconds that the head took to form it.
@@ -101,8 +120,12 @@ pub struct Head {
     recorder: Arc<Recorder>,
     running: HashMap<RequestId, Running>,
     in_flight: VecDeque<InFlight>,
+    /// Oldest first; stages elsewhere tell what they did a little later.
+    unmeasured: VecDeque<Measured>,
     /// Until when the trace knows what the head was doing.
     accounted: Nanos,
+    /// Why the pipeline answers no more.
+    down: Option<String>,
 }
 
 impl Head {
@@ -129,8 +152,17 @@ impl Head {
             recorder,
             running: HashMap::new(),
             in_flight: VecDeque::new(),
+            unmeasured: VecDeque::new(),
             accounted: 0,
+            down: None,
         }
+    }
+
+    /// Goes on with another pipeline in the place of one that failed; what was asked of that one has ended.
+    pub fn replace(&mut self, pipeline: Pipeline) {
+        let Limits { sequences, batch_tokens, queue, prefix_cache, groups, .. } = *self.scheduler.limits();
+        let options = HeadOptions { sequences, batch_tokens, queue, prefix_cache, groups };
+        *self = Head::new(pipeline, self.tokenizer.clone(), options);
     }
 
     /// The pipeline.
@@ -148,8 +180,9 @@ impl Head {
         &self.scheduler
     }
 
-    /// What happened when, of as long as the rings remember.
+    /// What happened when, of as long as the rings remember. Waits a moment for stages elsewhere to tell of the latest.
     pub fn trace(&self) -> Trace {
+        self.pipeline.settle();
         self.recorder.snapshot()
     }
 
@@ -164,8 +197,11 @@ impl Head {
     /// Takes a request; [`Head::turn`] makes it go on.
     ///
     /// # Errors
-    /// [`HeadError::Refused`] and [`HeadError::NoSuchToken`].
+    /// [`HeadError::Refused`], [`HeadError::NoSuchToken`], and [`HeadError::Down`] once the pipeline has failed.
     pub fn submit(&mut self, request: Request) -> Result<RequestId, HeadError> {
+        if let Some(reason) = &self.down {
+            return Err(HeadError::Down { reason: reason.clone() });
+        }
         self.check_ids(&request.prompt)?;
         let biased: Vec<u32> = request.sampling.logit_bias.iter().map(|(id, _)| *id).collect();
         self.check_ids(&biased)?;
@@ -215,11 +251,30 @@ impl Head {
     }
 
     /// Sends what can be sent and takes one answer of the pipe, waiting for at most `patience`. Tells `say` what came
-    /// of it.
+    /// of it. When the pipeline fails, everything that was asked ends ([`FinishReason::Failed`]), and nothing else is
+    /// taken until [`Head::replace`].
     ///
     /// # Errors
     /// [`HeadError::Pipeline`] when a stage failed, and when `cancel` is set.
     pub fn turn(
+        &mut self,
+        patience: Duration,
+        cancel: &AtomicBool,
+        say: &mut dyn FnMut(Event),
+    ) -> Result<Turn, HeadError> {
+        let turn = self.try_turn(patience, cancel, say);
+        if let Err(error) = &turn
+            && !error.is_cancelled()
+        {
+            self.down = Some(error.to_string());
+            let running: Vec<RequestId> = self.running.keys().copied().collect();
+            running.into_iter().for_each(|request| self.end(request, FinishReason::Failed, say));
+            self.in_flight.clear();
+        }
+        turn
+    }
+
+    fn try_turn(
         &mut self,
         patience: Duration,
         cancel: &AtomicBool,
@@ -239,6 +294,7 @@ impl Head {
         if self.pipeline.in_flight() == 0 {
             return Err(HeadError::Stuck { waiting: self.running.len() });
         }
+        self.be_patient();
         let received = self.pipeline.receive_within(patience, cancel);
         self.account(waiting);
         let Some((outputs, at)) = received? else { return Ok(Turn::Quiet) };
@@ -299,6 +355,7 @@ impl Head {
                 });
             }
             step.spans.push(Span {
+                request: request.0,
                 sequence: part.sequence,
                 start: part.start as u32,
                 count: part.ids.len() as u32,
@@ -306,12 +363,15 @@ impl Head {
             });
             seen += attended(part.start, part.ids.len());
         }
+        let expected = self.scheduler.expected(step.ids.len(), seen);
         let number = self.pipeline.send(&step, batch.group)?;
+        tracing::debug!(step = number, requests = ?step.requests(), tokens = step.ids.len(), "sent");
         let sent = self.recorder.now();
         self.in_flight.push_back(InFlight {
             step: number,
             tokens: step.ids.len(),
             attended: seen,
+            expected,
             prefilled,
             forming: (sent - formed) as f64 * 1e-9,
         });
@@ -345,7 +405,7 @@ impl Head {
         let choices = self.scheduler.answered();
         let (found, expected) = (outputs.outputs.len(), choices.len());
         if found != expected {
-            return Err(PipelineError::from(MessageError::Count { what: "outputs", found, expected }).into());
+            return Err(PipelineError::from(MessageError::Count { what: "outputs".into(), found, expected }).into());
         }
         for (choice, output) in choices.into_iter().zip(&outputs.outputs) {
             if let Some(choice) = choice {
@@ -355,10 +415,32 @@ impl Head {
         if flight.tokens == 0 {
             return Ok(None);
         }
-        let seconds = self.recorder.step_seconds(flight.step);
         let overhead = flight.forming + begun.elapsed().as_secs_f64();
-        self.scheduler.measured(flight.tokens, flight.attended, &seconds, overhead);
-        Ok(Some(flight.step))
+        let InFlight { step, tokens, attended, .. } = flight;
+        self.unmeasured.push_back(Measured { step, tokens, attended, overhead });
+        self.learn();
+        Ok(Some(step))
+    }
+
+    /// Gives the scheduler what all stages have told.
+    fn learn(&mut self) {
+        let stages = self.pipeline.reports().len();
+        while let Some(oldest) = self.unmeasured.front() {
+            let seconds = self.recorder.step_seconds(oldest.step);
+            if seconds.len() < stages && self.unmeasured.len() <= UNMEASURED_MAX {
+                break;
+            }
+            self.scheduler.measured(oldest.tokens, oldest.attended, &seconds, oldest.overhead);
+            self.unmeasured.pop_front();
+        }
+    }
+
+    /// How long a stage may compute one of the micro-batches in flight.
+    fn be_patient(&mut self) {
+        let mut expected = self.in_flight.iter().map(|flight| flight.expected);
+        if let Some(seconds) = expected.try_fold(0.0, |longest: f64, seconds| Some(longest.max(seconds?))) {
+            self.pipeline.set_patience(WEDGED.max(Duration::from_secs_f64(WEDGED_TIMES * seconds)));
+        }
     }
 
     /// Draws the next token of an answer and decides whether it goes on.
@@ -377,7 +459,7 @@ impl Head {
                 return Ok(());
             }
             Draw::NeedsRow => {
-                let error = MessageError::Count { what: "logits of a row", found: 0, expected: vocab };
+                let error = MessageError::Count { what: "logits of a row".into(), found: 0, expected: vocab };
                 return Err(PipelineError::from(error).into());
             }
         };

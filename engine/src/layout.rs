@@ -380,9 +380,14 @@ impl StageLayout {
         (self.matrices().map(MatrixLayout::device_bytes).sum::<usize>() + norms) as u64
     }
 
+    /// The page of the known token ([`crate::stage::Stage::canary`]), behind those that sequences may have.
+    pub fn canary_page(&self) -> u32 {
+        self.options.pages() as u32
+    }
+
     /// Bytes of one buffer of keys (or of values) for `kv_heads` heads.
     pub fn kv_buffer_bytes(&self, kv_heads: usize) -> usize {
-        self.options.pages() * PAGE * kv_heads * self.dims.head_dim * self.options.kv.bytes()
+        pages_held(&self.options) * PAGE * kv_heads * self.dims.head_dim * self.options.kv.bytes()
     }
 
     /// Bytes of cached keys and values.
@@ -484,12 +489,17 @@ impl StageLayout {
     }
 }
 
+/// Pages that a stage takes: those that sequences may have, and the canary's.
+fn pages_held(options: &StageOptions) -> usize {
+    options.pages() + 1
+}
+
 fn kv_groups(dims: &Dims, options: &StageOptions, limit: usize) -> Result<Vec<(usize, usize)>, LayoutError> {
     let head = PAGE * dims.head_dim * options.kv.bytes();
-    let bytes = options.pages() * head;
+    let bytes = pages_held(options) * head;
     let fit = limit / bytes.max(1);
     if fit == 0 {
-        let fits = limit / head * PAGE;
+        let fits = (limit / head).saturating_sub(1) * PAGE;
         return Err(LayoutError::KvBinding { tokens: options.kv_tokens, bytes, limit, fits });
     }
     Ok((0..dims.kv_heads).step_by(fit).map(|first| (first, fit.min(dims.kv_heads - first))).collect())

@@ -10,9 +10,13 @@ pub mod arch;
 pub mod backend;
 pub mod chat_template;
 pub mod checkpoint;
+pub mod cluster;
 pub mod config;
 pub mod contract;
 pub mod digest;
+pub mod edge;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 pub mod head;
 pub mod law;
 pub mod layout;

@@ -4,7 +4,10 @@
 //! [`Wire`] has them. Everything is checked against [`MessageLimits`] before it is used; a description cannot make a
 //! reader allocate more than the bytes that it came in.
 
+use std::borrow::Cow;
+
 use pp_shaders::Edit;
+use pp_shaders::profile::TOP_K;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -16,6 +19,8 @@ pub const MESSAGE_VERSION: u32 = 1;
 /// Consecutive tokens of one sequence.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Span {
+    /// The request that it belongs to, for logs.
+    pub request: u64,
     /// The sequence.
     pub sequence: u64,
     /// Position of the first token.
@@ -105,6 +110,11 @@ pub struct Step {
 }
 
 impl Step {
+    /// Requests that the spans belong to, for logs.
+    pub fn requests(&self) -> Vec<u64> {
+        self.spans.iter().map(|span| span.request).collect()
+    }
+
     /// Tokens of all spans.
     pub fn tokens(&self) -> usize {
         self.spans.iter().map(|span| span.count as usize).sum()
@@ -169,8 +179,21 @@ pub struct MessageLimits {
     pub wire: Wire,
 }
 
+impl MessageLimits {
+    /// Bytes of the largest payload of either kind: what a hop must be able to carry. A number of postcard takes at most
+    /// five bytes for 32 bits and ten for 64.
+    pub fn payload_bytes_max(&self) -> usize {
+        let spans = self.sequences * (10 + 10 + 5 + 5 + 5 + 10) + 5 * self.pages;
+        let requests = self.outputs * (5 + 5 + 5 + 4 + 1 + 5) + self.edits * (5 + 12);
+        let step = spans + requests + 5 * self.tokens + self.wire.bytes_max(self.tokens, self.hidden);
+        let candidates = 2 * (TOP_K as usize * (5 + 8) + 5);
+        let outputs = self.outputs * (12 + candidates + 6 + 4 * self.vocab);
+        64 + step.max(outputs)
+    }
+}
+
 /// Why a payload is refused.
-#[derive(Clone, Debug, Error, PartialEq)]
+#[derive(Clone, Debug, Error, PartialEq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the messages say it")]
 pub enum MessageError {
     #[error("payload of {bytes} bytes is cut short")]
@@ -178,9 +201,9 @@ pub enum MessageError {
     #[error("payload's description is malformed: {message}")]
     Malformed { message: String },
     #[error("{what} {found} is over the limit of {limit}")]
-    Limit { what: &'static str, found: usize, limit: usize },
+    Limit { what: Cow<'static, str>, found: usize, limit: usize },
     #[error("{what}: {found} where {expected} were announced")]
-    Count { what: &'static str, found: usize, expected: usize },
+    Count { what: Cow<'static, str>, found: usize, expected: usize },
     #[error(transparent)]
     Activations(#[from] WireError),
 }
@@ -223,11 +246,11 @@ fn split<'a, T: Deserialize<'a>>(payload: &'a [u8]) -> Result<(T, &'a [u8]), Mes
 }
 
 fn at_most(what: &'static str, found: usize, limit: usize) -> Result<(), MessageError> {
-    if found > limit { Err(MessageError::Limit { what, found, limit }) } else { Ok(()) }
+    if found > limit { Err(MessageError::Limit { what: what.into(), found, limit }) } else { Ok(()) }
 }
 
 fn exactly(what: &'static str, found: usize, expected: usize) -> Result<(), MessageError> {
-    if found == expected { Ok(()) } else { Err(MessageError::Count { what, found, expected }) }
+    if found == expected { Ok(()) } else { Err(MessageError::Count { what: what.into(), found, expected }) }
 }
 
 /// A step and the activations that came with it, checked: counts and positions are within the limits, every page id

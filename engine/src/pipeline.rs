@@ -1,6 +1,9 @@
-//! A pipeline in one process: a thread a stage, ports between them, and the head's end of it.
+//! A pipeline as the head sees it: stages in threads of this process or on workers elsewhere, and the ends of the hops
+//! that lead from the head to the first stage and from the last to the head.
 
 mod device;
+mod open;
+pub(crate) mod thread;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,29 +11,36 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::Receiver;
 use pp_transport::local::{LocalPort, pair};
+use pp_transport::quic::tuning::SILENCE;
 use pp_transport::relay::{Delay, slow_pair};
 use pp_transport::{Arrival, Frame, FrameHeader, Port, PortError};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::backend::DeviceError;
-use crate::checkpoint::Checkpoint;
-use crate::layout::{LayoutError, StageLayout, StageOptions, StageSpec};
+use crate::cluster::remote::Worker;
+use crate::digest::Digest;
+use crate::edge::EdgeError;
+use crate::layout::{LayoutError, StageSpec};
 use crate::message::{self, MessageError, MessageLimits, Outputs, Step};
-use crate::stage::{Stage, StepError, message_limits};
-use crate::trace::Recorder;
+use crate::stage::StepError;
+use crate::trace::{Recorder, Timestamps};
 use crate::weights::{LoadError, LoadProgress};
-use crate::worker::{self, Counters, WorkerError, panic_message};
+use crate::worker::{Counters, WorkerError};
 pub use device::Device;
+use thread::Event;
 
 /// Micro-batches for each stage that may be in flight: one that it works on and one that waits for it.
 const IN_FLIGHT_PER_STAGE: usize = 2;
-/// What a stage may say before it waits for the head to listen: its progress while it loads, and how it ended.
-const EVENTS_PER_STAGE: usize = 512;
-/// A pipeline that is silent for so long with work in it is taken for dead.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(300);
+/// How long a stage may compute one micro-batch while nothing is known of what it costs, and how long a driver may compile
+/// kernels for it.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Nobody computes and nothing comes for so many times what a stage may take: something was lost.
+const SILENT_TIMES: u32 = 4;
+/// How long stages elsewhere may take to tell what they did.
+const SETTLE: Duration = Duration::from_secs(1);
 /// How often a waiting head looks for failures and cancellation.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -42,19 +52,26 @@ pub struct StageName {
     /// First layer and the one after the last.
     pub layers: (usize, usize),
     /// Device.
-    pub device: String,
+    pub device: Arc<str>,
+    /// The worker that it is on; none: this process.
+    pub worker: Option<Arc<str>>,
+}
+
+impl StageName {
+    /// The device, with its worker.
+    fn place(&self) -> String {
+        let worker = self.worker.iter().map(|worker| format!("{worker}: "));
+        worker.chain([self.device.to_string()]).collect()
+    }
 }
 
 impl std::fmt::Display for StageName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "stage {} (layers {}-{}, {})",
-            self.index,
-            self.layers.0,
-            self.layers.1.saturating_sub(1),
-            self.device
-        )
+        write!(f, "stage {}", self.index)?;
+        if let Some(worker) = &self.worker {
+            write!(f, " on {worker}")?;
+        }
+        write!(f, " (layers {}-{}, {})", self.layers.0, self.layers.1.saturating_sub(1), self.device)
     }
 }
 
@@ -65,7 +82,7 @@ pub enum PipelineError {
     #[error("{stage}: {error}")]
     Layout { stage: StageName, error: Box<LayoutError> },
     #[error("{stage} could not be loaded: {error}")]
-    Load { stage: StageName, error: DeviceError },
+    Load { stage: StageName, error: LoadError },
     #[error("{stage} failed: {error}")]
     Stage { stage: StageName, error: WorkerError },
     #[error("the tail's answer was refused: {0}")]
@@ -74,8 +91,12 @@ pub enum PipelineError {
     Thread { stage: StageName, error: std::io::Error },
     #[error("the tail answered step {found} where {expected:?} was due")]
     Order { expected: Option<u64>, found: u64 },
-    #[error("no answer from the pipeline within {seconds} s")]
-    Silent { seconds: u64 },
+    #[error("the hop from the tail to the head: {0}")]
+    Edge(EdgeError),
+    #[error("{stage} is wedged: it has computed one micro-batch for {seconds} s")]
+    Wedged { stage: StageName, seconds: u64 },
+    #[error("the pipeline is silent: a micro-batch that {stage} should have is not answered within {seconds} s")]
+    Silent { stage: StageName, seconds: u64 },
     #[error("cancelled")]
     Cancelled,
 }
@@ -89,7 +110,7 @@ impl PipelineError {
     /// The device had no room.
     pub fn is_out_of_memory(&self) -> bool {
         let error = match self {
-            PipelineError::Load { error, .. } => error,
+            PipelineError::Load { error: LoadError::Device(error), .. } => error,
             PipelineError::Stage { error: WorkerError::Step(StepError::Device(error)), .. } => error,
             _ => return false,
         };
@@ -102,6 +123,8 @@ impl PipelineError {
 pub struct StageReport {
     /// Which layers.
     pub spec: StageSpec,
+    /// The worker that it is on; none: this process.
+    pub worker: Option<String>,
     /// Device name.
     pub device: String,
     /// What `--device` calls it.
@@ -120,13 +143,8 @@ pub struct StageReport {
     pub widened: Vec<(String, String, usize)>,
     /// Seconds from start to ready.
     pub load_seconds: f64,
-}
-
-enum Event {
-    Progress(usize, LoadProgress),
-    Ready(usize, Box<StageReport>),
-    LoadFailed(usize, LoadError),
-    Failed(usize, WorkerError),
+    /// Whose clock times the device.
+    pub timestamps: Timestamps,
 }
 
 /// What is between stages, where it is not the usual.
@@ -140,6 +158,8 @@ pub struct PipelineOptions {
     /// Hops that are made slow. Hop i leads to stage i, the one after the last stage from the tail to the head. A slow
     /// hop holds up to three times as many frames: those to be sent, on the way, and arrived.
     pub slow_hops: Vec<(usize, Delay)>,
+    /// The model, where workers have stages.
+    pub model: Option<Model>,
 }
 
 impl PipelineOptions {
@@ -151,17 +171,28 @@ impl PipelineOptions {
     }
 }
 
+/// The model that a pipeline runs, for workers to find where they are.
+#[derive(Clone, Debug)]
+pub struct Model {
+    /// Of its content.
+    pub digest: Digest,
+    /// Bytes of its files.
+    pub bytes: u64,
+    /// For people.
+    pub name: String,
+}
+
 /// A running pipeline, as the head sees it.
 pub struct Pipeline {
     stages: Vec<StageName>,
     reports: Vec<StageReport>,
     counters: Vec<Arc<Counters>>,
     recorder: Arc<Recorder>,
-    to_first: Option<LocalPort>,
-    from_tail: LocalPort,
+    // Dropped before the stages are waited for: whoever waits to hand something on is let go.
+    to_first: Box<dyn Port>,
+    from_tail: Box<dyn Port>,
     events: Receiver<Event>,
-    threads: Vec<JoinHandle<()>>,
-    stop: Arc<AtomicBool>,
+    running: Running,
     limits: MessageLimits,
     /// Raised by the head alone; the stages drop what is older.
     epoch: Arc<AtomicU64>,
@@ -171,151 +202,23 @@ pub struct Pipeline {
     /// When the tail was last heard, or work given to an empty pipe.
     heard: Instant,
     in_flight_max: usize,
+    /// Steps that each stage had done when that last changed, and when it did.
+    seen: Vec<(u64, Instant)>,
+    /// How long a stage may compute one micro-batch.
+    patience: Duration,
 }
 
 /// A stage that is still loading: how far it is.
 pub type OnProgress<'a> = &'a mut dyn FnMut(usize, LoadProgress);
 
 impl Pipeline {
-    /// Lays out, loads and starts a stage on each of `devices`, all at once.
-    ///
-    /// # Errors
-    /// [`PipelineError`], also when `cancel` is set while loading.
-    pub fn open(
-        checkpoint: &Arc<Checkpoint>,
-        specs: &[StageSpec],
-        options: StageOptions,
-        devices: &[Device],
-        progress: OnProgress<'_>,
-        cancel: &AtomicBool,
-    ) -> Result<Pipeline, PipelineError> {
-        Pipeline::open_with(checkpoint, specs, options, &PipelineOptions::default(), devices, progress, cancel)
-    }
-
-    /// As [`Pipeline::open`], with other links.
-    ///
-    /// # Errors
-    /// As [`Pipeline::open`].
-    ///
-    /// # Panics
-    /// When links are to hold no frame.
-    pub fn open_with(
-        checkpoint: &Arc<Checkpoint>,
-        specs: &[StageSpec],
-        options: StageOptions,
-        between: &PipelineOptions,
-        devices: &[Device],
-        progress: OnProgress<'_>,
-        cancel: &AtomicBool,
-    ) -> Result<Pipeline, PipelineError> {
-        assert_eq!(specs.len(), devices.len(), "a device for every stage");
-        if let Err(error) = StageSpec::check_cover(specs, checkpoint.config.layers) {
-            let stage = StageName { index: 0, layers: (0, checkpoint.config.layers), device: devices[0].name() };
-            return Err(PipelineError::Layout { stage, error: Box::new(error) });
-        }
-        let mut stages = Vec::new();
-        let mut layouts = Vec::new();
-        for (spec, device) in specs.iter().zip(devices) {
-            let stage =
-                StageName { index: spec.index, layers: (spec.layers.start, spec.layers.end), device: device.name() };
-            let layout = StageLayout::new(checkpoint, spec.clone(), options, device.profile(), device.limits());
-            layouts
-                .push(layout.map_err(|error| PipelineError::Layout { stage: stage.clone(), error: Box::new(error) })?);
-            stages.push(stage);
-        }
-        let limits = message_limits(layouts.last().expect("a pipeline has stages"));
-        // The tail answers every frame; its link holds all that may be in flight, and one answer that was on its way
-        // when the head gave up what was in flight before: nobody waits for the head.
-        let in_flight_max = IN_FLIGHT_PER_STAGE * specs.len() + 1;
-        let link_frames = between.link_frames.unwrap_or(in_flight_max);
-        let (mut senders, mut receivers) = (VecDeque::new(), VecDeque::new());
-        for hop in 0..=specs.len() {
-            let (stage, frames) = match stages.get(hop) {
-                Some(stage) => (stage, link_frames),
-                None => (&stages[hop - 1], in_flight_max + 1),
-            };
-            let link = between.link(hop, frames);
-            let (from, to) = link.map_err(|error| PipelineError::Thread { stage: stage.clone(), error })?;
-            senders.push_back(from);
-            receivers.push_back(to);
-        }
-        let from_tail = receivers.pop_back().expect("a hop leads to the head");
-        let (tell, events) = bounded(EVENTS_PER_STAGE * specs.len());
-        let stop = Arc::new(AtomicBool::new(false));
-        let recorder = Recorder::new(stages.iter().map(|stage| (stage.device.clone(), stage.layers)));
-        let mut pipeline = Pipeline {
-            stages,
-            reports: Vec::new(),
-            counters: Vec::new(),
-            recorder,
-            to_first: senders.pop_front(),
-            from_tail,
-            events,
-            threads: Vec::new(),
-            stop,
-            limits,
-            epoch: Arc::new(AtomicU64::new(1)),
-            next_step: 0,
-            in_flight: VecDeque::new(),
-            heard: Instant::now(),
-            in_flight_max,
-        };
-        let ports = receivers.into_iter().zip(senders);
-        for (index, ((layout, device), (upstream, downstream))) in
-            layouts.into_iter().zip(devices).zip(ports).enumerate()
-        {
-            let counters = Arc::<Counters>::default();
-            pipeline.counters.push(counters.clone());
-            let thread = StageThread {
-                index,
-                checkpoint: checkpoint.clone(),
-                device: device.clone(),
-                upstream,
-                downstream,
-                tell: tell.clone(),
-                stop: pipeline.stop.clone(),
-                counters,
-                recorder: pipeline.recorder.clone(),
-                epoch: pipeline.epoch.clone(),
-            };
-            let handle = std::thread::Builder::new().name(format!("stage-{index}")).spawn(move || thread.run(layout));
-            match handle {
-                Ok(handle) => pipeline.threads.push(handle),
-                Err(error) => {
-                    return Err(PipelineError::Thread { stage: pipeline.stages[index].clone(), error });
-                }
-            }
-        }
-        pipeline.wait_until_loaded(progress, cancel)?;
-        Ok(pipeline)
-    }
-
-    fn wait_until_loaded(&mut self, progress: OnProgress<'_>, cancel: &AtomicBool) -> Result<(), PipelineError> {
-        let mut reports: Vec<Option<StageReport>> = vec![None; self.stages.len()];
-        while reports.iter().any(Option::is_none) {
-            if cancel.load(Ordering::Relaxed) {
-                return Err(PipelineError::Cancelled);
-            }
-            match self.events.recv_timeout(LOOK) {
-                Ok(Event::Progress(stage, at)) => progress(stage, at),
-                Ok(Event::Ready(stage, report)) => reports[stage] = Some(*report),
-                Ok(Event::LoadFailed(_, LoadError::Cancelled)) => return Err(PipelineError::Cancelled),
-                Ok(Event::LoadFailed(stage, LoadError::Device(error))) => {
-                    return Err(PipelineError::Load { stage: self.stages[stage].clone(), error });
-                }
-                Ok(Event::Failed(stage, error)) => return Err(self.failure(stage, error)),
-                Err(_) => {}
-            }
-        }
-        self.reports = reports.into_iter().flatten().collect();
-        Ok(())
-    }
-
     fn failure(&self, stage: usize, error: WorkerError) -> PipelineError {
         // A stage that lost its neighbour is a consequence; the cause may be one event behind.
         let mut first = (stage, error);
+        // Of a host that is gone its neighbours hear sooner than the head, or later.
+        let until = Instant::now() + if self.running.workers.is_empty() { LOOK } else { 2 * SILENCE };
         while matches!(first.1, WorkerError::Neighbour) {
-            match self.events.recv_timeout(LOOK) {
+            match self.events.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(Event::Failed(stage, error)) => first = (stage, error),
                 Ok(_) => {}
                 Err(_) => break,
@@ -365,9 +268,8 @@ impl Pipeline {
         assert!(self.room() > 0, "more micro-batches than the pipe holds");
         let number = self.next_step;
         let header = FrameHeader { epoch: self.epoch(), step: number, micro_batch: group };
-        let frame = Frame { header, payload: message::encode_step(step, &[], &self.limits) };
-        let port = self.to_first.as_mut().expect("open until dropped");
-        if port.send(frame).is_err() {
+        let frame = Frame { header, payload: message::encode_step(step, &[], &self.limits).into() };
+        if self.to_first.send(frame).is_err() {
             return Err(self.why_closed());
         }
         if self.in_flight.is_empty() {
@@ -385,7 +287,8 @@ impl Pipeline {
     /// Gives up all that is in flight, and every sequence: the stages finish the micro-batch they are at, drop what
     /// else was sent until now, and forget their page tables. Does not wait for them.
     pub fn abandon(&mut self) {
-        self.epoch.fetch_add(1, Ordering::Relaxed);
+        let epoch = self.epoch.fetch_add(1, Ordering::Relaxed) + 1;
+        self.running.workers.iter().for_each(|worker| worker.epoch(epoch));
         self.in_flight.clear();
         // Answers that nobody wants make room for those to come.
         while self.from_tail.receive(Duration::ZERO).is_ok() {}
@@ -397,7 +300,7 @@ impl Pipeline {
     /// [`PipelineError`] when a stage failed, and when `cancel` is set.
     pub fn receive(&mut self, cancel: &AtomicBool) -> Result<Outputs, PipelineError> {
         loop {
-            if let Some((outputs, _)) = self.receive_within(ANSWER_TIMEOUT, cancel)? {
+            if let Some((outputs, _)) = self.receive_within(PATIENCE, cancel)? {
                 return Ok(outputs);
             }
         }
@@ -426,7 +329,7 @@ impl Pipeline {
                     let outputs = message::decode_outputs(&frame.payload, &self.limits)?;
                     let (found, expected) = (outputs.outputs.len(), wanted.unwrap_or(0));
                     if found != expected {
-                        return Err(MessageError::Count { what: "outputs", found, expected }.into());
+                        return Err(MessageError::Count { what: "outputs".into(), found, expected }.into());
                     }
                     return Ok(Some((outputs, at)));
                 }
@@ -437,9 +340,7 @@ impl Pipeline {
                     if cancel.load(Ordering::Relaxed) {
                         return Err(PipelineError::Cancelled);
                     }
-                    if self.heard.elapsed() > ANSWER_TIMEOUT {
-                        return Err(PipelineError::Silent { seconds: ANSWER_TIMEOUT.as_secs() });
-                    }
+                    self.check_progress()?;
                     if Instant::now() >= until {
                         return Ok(None);
                     }
@@ -449,116 +350,84 @@ impl Pipeline {
         }
     }
 
+    /// Waits a moment until stages elsewhere have told of all that the head has answers to.
+    pub(crate) fn settle(&self) {
+        if self.running.workers.is_empty() {
+            return;
+        }
+        let until = Instant::now() + SETTLE;
+        while !self.recorder.is_settled() && Instant::now() < until {
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// How long a stage may compute one micro-batch from now on before it is taken for wedged.
+    pub fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
+    }
+
+    /// Whether what is in flight moves.
+    ///
+    /// # Errors
+    /// [`PipelineError::Wedged`] when a stage computes one micro-batch for too long, [`PipelineError::Silent`] when
+    /// none computes and nothing comes.
+    fn check_progress(&mut self) -> Result<(), PipelineError> {
+        let now = Instant::now();
+        let (mut waited, mut computing) = (now - self.heard, false);
+        for (index, (counters, (steps, since))) in self.counters.iter().zip(&mut self.seen).enumerate() {
+            let (begun, done) = counters.progress();
+            if begun == done || done != *steps {
+                (*steps, *since) = (done, now.max(*since));
+            }
+            let busy = now - *since;
+            let is_preparing = counters.preparing.load(Ordering::Relaxed);
+            let patience = if is_preparing { self.patience.max(PATIENCE) } else { self.patience };
+            if begun > done && busy > patience {
+                return Err(PipelineError::Wedged { stage: self.stages[index].clone(), seconds: busy.as_secs() });
+            }
+            computing |= begun > done;
+            waited = waited.min(if begun > done { Duration::ZERO } else { waited });
+        }
+        if self.in_flight.is_empty() || computing || waited <= SILENT_TIMES * self.patience {
+            return Ok(());
+        }
+        // Nobody works on it: it was lost on the hop to the first stage that has had fewer than the one before.
+        let begun = self.counters.iter().map(|counters| counters.progress().0);
+        let first = begun.enumerate().min_by_key(|(_, begun)| *begun).map_or(0, |(index, _)| index);
+        Err(PipelineError::Silent { stage: self.stages[first].clone(), seconds: waited.as_secs() })
+    }
+
     fn why_closed(&self) -> PipelineError {
+        let seconds = 5;
         loop {
-            match self.events.recv_timeout(Duration::from_secs(5)) {
+            match self.events.recv_timeout(Duration::from_secs(seconds)) {
                 Ok(Event::Failed(stage, error)) => return self.failure(stage, error),
                 Ok(_) => {}
-                Err(_) => return PipelineError::Silent { seconds: 5 },
+                Err(_) => return PipelineError::Silent { stage: self.stages[0].clone(), seconds },
             }
         }
     }
 }
 
 impl Drop for Pipeline {
-    /// Ends the stages and waits for them, so that devices are closed before the program ends.
+    /// Ends the stages; they are waited for, so that devices are closed before the program ends.
+    fn drop(&mut self) {
+        self.running.stop.store(true, Ordering::Relaxed);
+        self.abandon();
+    }
+}
+
+/// The stages' threads, and workers that have stages. Dropping it ends the stages and waits for those of this process.
+struct Running {
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+    workers: Vec<Arc<Worker>>,
+}
+
+impl Drop for Running {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        self.abandon();
-        self.to_first = None;
-        // Whoever waits to hand something on is let go.
-        while self.threads.iter().any(|thread| !thread.is_finished()) {
-            if let Err(PortError::Closed) = self.from_tail.receive(LOOK) {
-                break;
-            }
-        }
-        for thread in self.threads.drain(..) {
-            let _ = thread.join();
-        }
-    }
-}
-
-/// All that a stage's thread takes with it.
-struct StageThread {
-    index: usize,
-    checkpoint: Arc<Checkpoint>,
-    device: Device,
-    upstream: LocalPort,
-    downstream: LocalPort,
-    tell: Sender<Event>,
-    stop: Arc<AtomicBool>,
-    counters: Arc<Counters>,
-    recorder: Arc<Recorder>,
-    epoch: Arc<AtomicU64>,
-}
-
-impl StageThread {
-    fn run(mut self, layout: StageLayout) {
-        let index = self.index;
-        let tell = self.tell.clone();
-        let work = std::panic::AssertUnwindSafe(|| {
-            let mut stage = match self.open(layout) {
-                Ok(stage) => stage,
-                Err(error) => return self.say(Event::LoadFailed(index, error)),
-            };
-            let end = worker::run(
-                &mut stage,
-                &mut self.upstream,
-                &mut self.downstream,
-                &self.epoch,
-                &self.counters,
-                &self.recorder,
-                &self.stop,
-            );
-            if let Err(error) = end {
-                self.say(Event::Failed(index, error));
-            }
-        });
-        if let Err(panic) = std::panic::catch_unwind(work) {
-            let _ = tell.send(Event::Failed(index, WorkerError::Panic(panic_message(panic.as_ref()))));
-        }
-    }
-
-    /// The head hears it, or is gone.
-    fn say(&self, event: Event) {
-        let _ = self.tell.send(event);
-    }
-
-    fn open(&self, layout: StageLayout) -> Result<Stage, LoadError> {
-        let started = Instant::now();
-        let spec = layout.spec.clone();
-        let report = StageReport {
-            spec,
-            device: self.device.name(),
-            device_id: self.device.id(),
-            read_bytes: 0,
-            weight_bytes: layout.weight_bytes(),
-            kv_bytes: layout.kv_bytes(),
-            work_bytes: layout.work_bytes(),
-            allocated_bytes: 0,
-            widened: layout.widened(),
-            load_seconds: 0.0,
-        };
-        let backend = self.device.open()?;
-        let mut told = 0;
-        let mut progress = |at: LoadProgress| {
-            // A bar needs no more than a few hundred updates.
-            if at.read_bytes - told >= (at.total_bytes / 256).max(1) || at.read_bytes == at.total_bytes {
-                told = at.read_bytes;
-                self.say(Event::Progress(self.index, at));
-            }
-            !self.stop.load(Ordering::Relaxed)
-        };
-        let stage = Stage::open(&self.checkpoint, layout, backend, &mut progress)?;
-        self.say(Event::Ready(
-            self.index,
-            Box::new(StageReport {
-                read_bytes: stage.read_bytes(),
-                allocated_bytes: stage.backend().allocated_bytes(),
-                load_seconds: started.elapsed().as_secs_f64(),
-                ..report
-            }),
-        ));
-        Ok(stage)
+        self.workers.iter().for_each(|worker| worker.release());
+        thread::join(&mut self.threads);
     }
 }

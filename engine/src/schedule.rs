@@ -213,6 +213,11 @@ impl Scheduler {
         }
     }
 
+    /// Seconds that the slowest stage should take for such a micro-batch ([`Fits::expected`]).
+    pub fn expected(&self, tokens: usize, attended: f64) -> Option<f64> {
+        self.fits.expected(tokens, attended)
+    }
+
     /// What the stages are measured to cost, once they were.
     pub fn costs(&self) -> Option<&Costs> {
         self.fits.costs()

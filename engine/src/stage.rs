@@ -5,17 +5,22 @@ use std::time::Instant;
 
 use pp_shaders::profile::TOP_K;
 use pp_shaders::{Edit, PAGE};
+use serde::{Deserialize, Serialize};
 
 use crate::backend::{Backend, DeviceError, OpTime, ProgramId, Run, Ticket};
 use crate::checkpoint::Checkpoint;
 use crate::layout::StageLayout;
-use crate::message::{Candidate, MessageLimits, Output, OutputRequest, Outputs, Step};
+use crate::message::{Candidate, MessageLimits, Output, OutputRequest, Outputs, Span, Step};
 use crate::program::ops::{Activations, Bucket, Ops, WorkBuffers};
 use crate::program::{BufferId, Count, Program, Shape};
+use crate::random::Random;
 use crate::weights::{self, LoadError, LoadProgress, Weights};
 
+/// The sequence of the known token; the scheduler counts from 0.
+const CANARY: u64 = u64::MAX;
+
 /// What a stage hands on.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum StageOutput {
     /// Activations for the next stage: [tokens, hidden].
     Hidden(Vec<f32>),
@@ -51,7 +56,7 @@ pub struct Finished {
 }
 
 /// Why a stage did not do a step.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the messages say it")]
 pub enum StepError {
     #[error(transparent)]
@@ -227,6 +232,38 @@ impl Stage {
         if sequences > limit {
             return Err(StepError::Sequences { sequences, limit });
         }
+        self.submit(step, hidden)
+    }
+
+    /// Computes a known token in a page that no sequence has, and nothing else meanwhile. What comes of it are the same
+    /// bits every time.
+    ///
+    /// # Errors
+    /// As [`Stage::step`].
+    ///
+    /// # Panics
+    /// When a micro-batch is begun and not finished.
+    pub fn canary(&mut self) -> Result<StageOutput, StepError> {
+        let span = Span { request: 0, sequence: CANARY, start: 0, count: 1, new_pages: Vec::new() };
+        let output = OutputRequest {
+            row: 0,
+            target: 0,
+            top_k: 1,
+            inverse_temperature: 1.0,
+            whole_row: false,
+            edits: Vec::new(),
+        };
+        let step = Step { released: Vec::new(), spans: vec![span], ids: vec![0], outputs: vec![output] };
+        let mut random = Random::new(CANARY);
+        let hidden = if self.layout.spec.is_first() { 0 } else { self.layout.dims.hidden };
+        let hidden: Vec<f32> = (0..hidden).map(|_| 2.0 * random.unit() as f32 - 1.0).collect();
+        self.tables.insert(CANARY, vec![self.layout.canary_page()]);
+        let pending = self.submit(&step, &hidden);
+        self.tables.remove(&CANARY);
+        Ok(self.finish(pending?)?.output)
+    }
+
+    fn submit(&mut self, step: &Step, hidden: &[f32]) -> Result<Pending, StepError> {
         let is_last = self.layout.head.is_some();
         let wanted = if is_last { Wanted::Outputs(step.outputs.clone()) } else { Wanted::Hidden };
         let inputs = self.inputs(step)?;

@@ -162,8 +162,20 @@ impl<T> Default for Ring<T> {
     }
 }
 
-/// Device, layers, and what happened there by which clock.
-type StageRing = (String, (usize, usize), Mutex<(Timestamps, Ring<StageSpan>)>);
+/// Device, layers, and what happened there.
+type StageRing = (String, (usize, usize), Mutex<StageSpans>);
+
+/// What happened on a stage.
+#[derive(Debug, Default)]
+struct StageSpans {
+    /// The clock of the device.
+    timestamps: Timestamps,
+    ring: Ring<StageSpan>,
+    /// The latest is not handed on yet.
+    is_open: bool,
+    /// Spans of the ring's end that [`Recorder::take`] has not given yet.
+    untaken: usize,
+}
 
 /// Where a pipeline writes its trace.
 #[derive(Debug)]
@@ -201,18 +213,38 @@ impl Recorder {
 
     /// Which clock a stage's device is timed by; the host's unless told otherwise.
     pub fn timed_by(&self, stage: usize, timestamps: Timestamps) {
-        locked(&self.stages[stage].2).0 = timestamps;
+        locked(&self.stages[stage].2).timestamps = timestamps;
     }
 
-    /// A stage has handed a micro-batch on.
+    /// A stage is about to hand a micro-batch on; [`Recorder::handed_on`] follows.
     pub fn stage(&self, stage: usize, span: StageSpan) {
-        locked(&self.stages[stage].2).1.push(span);
+        let mut spans = locked(&self.stages[stage].2);
+        spans.ring.push(span);
+        spans.is_open = true;
+        spans.untaken = (spans.untaken + 1).min(RING);
+    }
+
+    /// A stage elsewhere has handed a micro-batch on.
+    pub fn stage_done(&self, stage: usize, span: StageSpan) {
+        self.stage(stage, span);
+        locked(&self.stages[stage].2).is_open = false;
+    }
+
+    /// What a stage has handed on since the last call, for a recorder elsewhere.
+    pub fn take(&self, stage: usize) -> Vec<StageSpan> {
+        let mut spans = locked(&self.stages[stage].2);
+        let (left, len) = (usize::from(spans.is_open), spans.ring.items.len());
+        let taken = len - spans.untaken.min(len)..len - left;
+        spans.untaken = left;
+        spans.ring.items.range(taken).copied().collect()
     }
 
     /// The hop has taken a stage's latest micro-batch, if it is that of `step`.
     pub fn handed_on(&self, stage: usize, step: u64) {
         let now = self.now();
-        if let Some(span) = locked(&self.stages[stage].2).1.items.back_mut().filter(|span| span.step == step) {
+        let mut spans = locked(&self.stages[stage].2);
+        spans.is_open = false;
+        if let Some(span) = spans.ring.items.back_mut().filter(|span| span.step == step) {
             span.sent = now;
         }
     }
@@ -232,11 +264,23 @@ impl Recorder {
     /// Seconds that each stage was busy with a step, as far as that is remembered.
     pub fn step_seconds(&self, step: u64) -> Vec<f64> {
         let stages = self.stages.iter().filter_map(|(_, _, ring)| {
-            let ring = &locked(ring).1;
-            let span = ring.items.iter().rev().find(|span| span.step == step)?;
+            let spans = locked(ring);
+            let span = spans.ring.items.iter().rev().find(|span| span.step == step)?;
             Some((span.finished - span.started) as f64 * 1e-9)
         });
         stages.collect()
+    }
+
+    /// Whether every stage has told of the latest step that the head has drawn from.
+    pub fn is_settled(&self) -> bool {
+        let latest = locked(&self.head).items.iter().rev().find(|span| span.sampled > 0).map(|span| span.step);
+        let has = |step| {
+            self.stages.iter().all(|(_, _, spans)| {
+                let spans = locked(spans);
+                spans.ring.items.back().is_some_and(|span| span.step >= step)
+            })
+        };
+        latest.is_none_or(has)
     }
 
     /// Prompt tokens and decoded tokens of the micro-batches whose tokens were drawn since `from`.
@@ -262,7 +306,7 @@ impl Recorder {
     pub fn snapshot(&self) -> Trace {
         let mut dropped = 0;
         let stages = self.stages.iter().map(|(device, layers, ring)| {
-            let (timestamps, ring) = &*locked(ring);
+            let StageSpans { timestamps, ring, .. } = &*locked(ring);
             dropped += ring.dropped;
             let (device, spans) = (device.clone(), ring.items.iter().copied().collect());
             StageTrace { device, layers: *layers, timestamps: *timestamps, spans }

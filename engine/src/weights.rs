@@ -24,13 +24,17 @@ pub struct LoadProgress {
 }
 
 /// Why loading stopped.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the messages say it")]
 pub enum LoadError {
     #[error(transparent)]
     Device(#[from] DeviceError),
     #[error("loading was cancelled")]
     Cancelled,
+    #[error("the device is not trusted: {message}")]
+    Untrusted { message: String },
+    #[error("{message}")]
+    Refused { message: String },
 }
 
 /// The weights of a stage on its device.

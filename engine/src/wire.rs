@@ -37,13 +37,13 @@ pub enum Wire {
 }
 
 /// The bytes are not so many rows.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the messages say it")]
 pub enum WireError {
     #[error("{rows} rows of {hidden} activations in {wire}: {found} bytes where {expected} were announced")]
-    Bytes { wire: &'static str, rows: usize, hidden: usize, found: usize, expected: usize },
+    Bytes { wire: Wire, rows: usize, hidden: usize, found: usize, expected: usize },
     #[error("activations in {wire}: a flag for row {row} of {rows}")]
-    Flag { wire: &'static str, row: usize, rows: usize },
+    Flag { wire: Wire, row: usize, rows: usize },
 }
 
 impl Wire {
@@ -110,7 +110,7 @@ impl Wire {
     /// # Errors
     /// [`WireError`] when there are more or fewer bytes than these rows take.
     pub fn decode(self, bytes: &[u8], rows: usize, hidden: usize) -> Result<Vec<f32>, WireError> {
-        let wire = self.name();
+        let wire = self;
         let expect = |expected: usize| {
             let found = bytes.len();
             if found == expected { Ok(()) } else { Err(WireError::Bytes { wire, rows, hidden, found, expected }) }

@@ -6,13 +6,19 @@ use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use pp_transport::frame::HEADER_BYTES;
 use pp_transport::{Arrival, Frame, FrameHeader, Port, PortError};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::cluster::control::Beat;
+use crate::edge::EdgeError;
 use crate::message::{self, MessageError, MessageLimits, Step};
 use crate::stage::{Finished, Pending, Stage, StageOutput, StepError};
 use crate::trace::{Recorder, StageSpan};
 
+/// Micro-batches between two computations of the known token: at most a thousandth of what the stage does.
+const CANARY_STEPS: u64 = 2048;
 /// How often an idle worker looks whether it should stop.
 const IDLE: Duration = Duration::from_millis(100);
 
@@ -21,18 +27,45 @@ const IDLE: Duration = Duration::from_millis(100);
 pub struct Counters {
     /// Nanoseconds that the device was busy: the union of its runs.
     pub busy_ns: AtomicU64,
+    /// Micro-batches begun.
+    pub begun: AtomicU64,
+    /// Whether the latest is on its way to the device: a driver may compile kernels for a while.
+    pub preparing: AtomicBool,
     /// Micro-batches done.
     pub steps: AtomicU64,
     /// Tokens done.
     pub tokens: AtomicU64,
-    /// Bytes of payload handed on.
+    /// Bytes handed on, headers included.
     pub sent_bytes: AtomicU64,
     /// Sequences that the stage knows.
     pub sequences: AtomicU64,
 }
 
+impl Counters {
+    /// As another process has counted.
+    pub(crate) fn set(&self, beat: &Beat) {
+        let pairs = [
+            (&self.begun, beat.begun),
+            (&self.steps, beat.steps),
+            (&self.tokens, beat.tokens),
+            (&self.busy_ns, beat.busy_ns),
+            (&self.sent_bytes, beat.sent_bytes),
+            (&self.sequences, beat.sequences),
+        ];
+        pairs.into_iter().for_each(|(counter, value)| counter.store(value, Ordering::Release));
+        self.preparing.store(beat.preparing, Ordering::Release);
+    }
+
+    /// Micro-batches begun, and done.
+    pub fn progress(&self) -> (u64, u64) {
+        // In this order: what is done was begun before.
+        let done = self.steps.load(Ordering::Acquire);
+        (self.begun.load(Ordering::Acquire).max(done), done)
+    }
+}
+
 /// Why a worker stopped.
-#[derive(Clone, Debug, Error)]
+#[derive(Clone, Debug, Error, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the messages say it")]
 pub enum WorkerError {
     #[error(transparent)]
@@ -41,6 +74,16 @@ pub enum WorkerError {
     Message(#[from] MessageError),
     #[error("its neighbour is gone")]
     Neighbour,
+    #[error("worker {worker} is lost: it was silent for {} s", *silent_ms as f64 * 1e-3)]
+    Lost { worker: String, silent_ms: u64 },
+    #[error("worker {worker} is gone{}", reason.as_ref().map_or(String::new(), |reason| format!(": {reason}")))]
+    Gone { worker: String, reason: Option<String> },
+    #[error("hop {hop}: {error}")]
+    Edge { hop: usize, error: EdgeError },
+    #[error(
+        "after {steps} micro-batches it computed a known token differently from the first time: the device or its memory is failing"
+    )]
+    Canary { steps: u64 },
     #[error("it panicked: {0}")]
     Panic(String),
 }
@@ -48,6 +91,9 @@ pub enum WorkerError {
 /// Runs `stage` between two ports until upstream closes or `stop` is set. While a micro-batch is on the device the
 /// next one is taken and begun, when it has come and the device is one that has use for it
 /// ([`crate::backend::Backend::runs_at_once`]). Each is recorded as that of the stage's index.
+///
+/// Now and then it computes one known token, in a page that no sequence has: the same bits every time, by the guarantee of
+/// sameness, or the device is not trusted any more.
 ///
 /// Frames of an epoch before `epoch`, which the head may raise at any time, are dropped without work; so is the
 /// result of a step that became old while it ran. With the first frame of a newer epoch all sequences are forgotten.
@@ -66,10 +112,18 @@ pub fn run(
     let (limits, current) = (stage.message_limits(), epoch.load(Ordering::Relaxed));
     let at_once = stage.backend().runs_at_once();
     recorder.timed_by(stage.layout().spec.index, stage.backend().timestamps());
+    let canary = guarded(|| stage.canary())?;
     let mut worker = Worker { stage, limits, epoch, current, counters, recorder, begun: VecDeque::new() };
-    let mut closed = false;
+    let (mut closed, mut next_canary) = (false, CANARY_STEPS);
     while !stop.load(Ordering::Relaxed) {
-        while worker.begun.len() < at_once {
+        let steps = counters.steps.load(Ordering::Relaxed);
+        if steps >= next_canary && worker.begun.is_empty() {
+            next_canary = steps + CANARY_STEPS;
+            if guarded(|| worker.stage.canary())? != canary {
+                return Err(WorkerError::Canary { steps });
+            }
+        }
+        while worker.begun.len() < at_once && (steps < next_canary || worker.begun.is_empty()) {
             let patience = if worker.begun.is_empty() { IDLE } else { Duration::ZERO };
             match upstream.receive(patience) {
                 Ok(arrival) => worker.begin(arrival)?,
@@ -123,7 +177,10 @@ impl Worker<'_> {
             self.stage.forget_sequences();
             self.current = header.epoch;
         }
+        self.counters.preparing.store(true, Ordering::Release);
+        self.counters.begun.fetch_add(1, Ordering::Release);
         let pending = guarded(|| self.stage.begin(&step, &hidden))?;
+        self.counters.preparing.store(false, Ordering::Release);
         self.counters.sequences.store(self.stage.sequences() as u64, Ordering::Relaxed);
         self.begun.push_back(Begun { header, step, pending, arrived: arrival.at, taken });
         Ok(())
@@ -133,6 +190,8 @@ impl Worker<'_> {
         let Begun { header, step, pending, arrived, taken } = begun;
         let Finished { output, started, finished } = guarded(|| self.stage.finish(pending))?;
         let (tokens, sequences) = (step.tokens(), step.spans.len());
+        let index = self.stage.layout().spec.index;
+        tracing::debug!(stage = index, step = header.step, requests = ?step.requests(), tokens, "done");
         let payload = match output {
             StageOutput::Hidden(hidden) => {
                 message::encode_step(&Step { ids: Vec::new(), ..step }, &hidden, &self.limits)
@@ -140,10 +199,9 @@ impl Worker<'_> {
             StageOutput::Outputs(outputs) => message::encode_outputs(&outputs),
         };
         self.counters.busy_ns.fetch_add((finished - started).as_nanos() as u64, Ordering::Relaxed);
-        self.counters.steps.fetch_add(1, Ordering::Relaxed);
+        self.counters.steps.fetch_add(1, Ordering::Release);
         self.counters.tokens.fetch_add(tokens as u64, Ordering::Relaxed);
-        self.counters.sent_bytes.fetch_add(payload.len() as u64, Ordering::Relaxed);
-        let index = self.stage.layout().spec.index;
+        self.counters.sent_bytes.fetch_add((HEADER_BYTES + payload.len()) as u64, Ordering::Relaxed);
         let send_started = Instant::now();
         // Recorded before it is sent: whoever gets it may look.
         if tokens > 0 {
@@ -163,7 +221,7 @@ impl Worker<'_> {
             self.recorder.stage(index, span);
         }
         let is_old = header.epoch < self.epoch.load(Ordering::Relaxed);
-        if !is_old && downstream.send(Frame { header, payload }).is_err() {
+        if !is_old && downstream.send(Frame { header, payload: payload.into() }).is_err() {
             return Err(WorkerError::Neighbour);
         }
         self.recorder.handed_on(index, header.step);

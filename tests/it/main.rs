@@ -3,6 +3,7 @@
 mod batching;
 mod cancel;
 mod cli;
+mod cluster;
 mod house;
 mod kernels;
 mod models;

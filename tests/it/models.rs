@@ -187,7 +187,7 @@ fn tensors_larger_than_a_binding_are_cut() {
             whole_row: true,
             edits: Vec::new(),
         }];
-        let spans = vec![Span { sequence: 1, start: 0, count: ids.len() as u32, new_pages: vec![0, 1] }];
+        let spans = vec![Span { request: 0, sequence: 1, start: 0, count: ids.len() as u32, new_pages: vec![0, 1] }];
         let step = Step { spans, ids: ids.clone(), outputs, ..Step::default() };
         let StageOutput::Outputs(outputs) = stage.step(&step, &[]).unwrap() else {
             panic!("the stage is the last one")

@@ -48,7 +48,7 @@ fn step(sequence: u64, start: u32, count: u32) -> Step {
     let first = pages * sequence as u32;
     let new_pages = if start == 0 { (first..first + pages).collect() } else { Vec::new() };
     Step {
-        spans: vec![Span { sequence, start, count, new_pages }],
+        spans: vec![Span { request: 0, sequence, start, count, new_pages }],
         ids: (start..start + count).map(|i| (i * 37 + 11 * sequence as u32) % 250).collect(),
         outputs: vec![OutputRequest {
             row: count - 1,
@@ -202,10 +202,13 @@ fn runs_that_are_cut_into_submissions_have_the_same_results() {
     assert!(whole == cut, "the results are the same");
 }
 
+/// Hears of submissions and collections, and says whether what they find is to be right.
+type Tell = Box<dyn FnMut(&'static str) -> bool + Send>;
+
 /// The twins, and a word before every submission and collection.
 struct Told {
     inner: Reference,
-    tell: Box<dyn FnMut(&'static str) + Send>,
+    tell: Tell,
 }
 
 impl Backend for Told {
@@ -232,8 +235,12 @@ impl Backend for Told {
         self.inner.submit(run)
     }
     fn collect(&mut self, ticket: Ticket) -> Result<Done, DeviceError> {
-        (self.tell)("collect");
-        self.inner.collect(ticket)
+        let is_right = (self.tell)("collect");
+        let mut done = self.inner.collect(ticket)?;
+        if let Some(byte) = done.reads.first_mut().filter(|_| !is_right).and_then(|bytes| bytes.first_mut()) {
+            *byte ^= 1;
+        }
+        Ok(done)
     }
     fn time(&mut self, programs: &[(ProgramId, Shape)]) -> Result<Vec<OpTime>, DeviceError> {
         self.inner.time(programs)
@@ -259,7 +266,7 @@ struct Worked {
 }
 
 /// Runs a worker on (epoch, step) frames; `tell` hears of submissions and collections.
-fn work(frames: &[(u64, Step)], epoch: &AtomicU64, tell: Box<dyn FnMut(&'static str) + Send>) -> Worked {
+fn work(frames: &[(u64, Step)], epoch: &AtomicU64, tell: Tell) -> Worked {
     let checkpoint = checkpoint("tiny/llama-untied");
     let device = twins();
     let options = StageOptions { sequences: 2, kv_tokens: 2 * CONTEXT, ..exact(CONTEXT) };
@@ -271,7 +278,8 @@ fn work(frames: &[(u64, Step)], epoch: &AtomicU64, tell: Box<dyn FnMut(&'static 
     let (mut downstream, mut there) = pair(frames.len());
     for (number, (epoch, step)) in (0..).zip(frames) {
         let header = FrameHeader { epoch: *epoch, step: number, micro_batch: 10 + number as u32 };
-        here.send(Frame { header, payload: message::encode_step(step, &[], &stage.message_limits()) }).unwrap();
+        let payload = message::encode_step(step, &[], &stage.message_limits()).into();
+        here.send(Frame { header, payload }).unwrap();
     }
     drop(here);
     let (counters, stop) = (Counters::default(), AtomicBool::new(false));
@@ -284,9 +292,13 @@ fn work(frames: &[(u64, Step)], epoch: &AtomicU64, tell: Box<dyn FnMut(&'static 
 }
 
 /// Words for a [`Told`] to send, and what it sent after its stage was opened.
-fn heard() -> (Box<dyn FnMut(&'static str) + Send>, Receiver<&'static str>) {
+fn heard() -> (Tell, Receiver<&'static str>) {
     let (send, words) = channel();
-    (Box::new(move |word| send.send(word).unwrap()), words)
+    let tell = move |word| {
+        send.send(word).unwrap();
+        true
+    };
+    (Box::new(tell), words)
 }
 
 #[test]
@@ -296,8 +308,8 @@ fn a_worker_begins_what_has_come_before_it_waits() {
     let (tell, words) = heard();
     let worked = work(&steps.map(|step| (1, step)), &AtomicU64::new(1), tell);
     worked.end.unwrap();
-    // The first two are of the stage's warm-up.
-    let words: Vec<_> = words.iter().skip(2).collect();
+    // The first four are of the stage's warm-up and of the known token.
+    let words: Vec<_> = words.iter().skip(4).collect();
     assert_eq!(words.concat(), ["submit"; 2].concat() + &["collect", "submit"].concat().repeat(2) + "collectcollect");
     assert_eq!(worked.answered, [0, 1, 2, 3, 4]);
     let spans = &worked.spans;
@@ -321,10 +333,11 @@ fn results_that_became_old_on_the_device_are_dropped() {
     let (head, mut runs) = (epoch.clone(), 0);
     let tell = move |word| {
         runs += usize::from(word == "collect");
-        // The warm-up is the first.
-        if runs == 2 {
+        // The warm-up is the first, the known token the second.
+        if runs == 3 {
             head.store(2, Ordering::Relaxed);
         }
+        true
     };
     let steps = [(1, step(0, 0, PROMPT)), (1, step(1, 0, PROMPT)), (1, step(0, PROMPT, 1)), (2, step(0, 0, 4))];
     let worked = work(&steps, &epoch, Box::new(tell));
@@ -340,11 +353,31 @@ fn a_panic_while_a_device_is_submitted_to_or_waited_for_is_the_stages_failure() 
         let mut runs = 0;
         let tell = move |word| {
             runs += usize::from(word == wrong);
-            assert!(runs < 3, "no {wrong}");
+            assert!(runs < 4, "no {wrong}");
+            true
         };
         let steps = [step(0, 0, PROMPT), step(1, 0, PROMPT), step(0, PROMPT, 1)];
         let worked = work(&steps.map(|step| (1, step)), &AtomicU64::new(1), Box::new(tell));
         let Err(WorkerError::Panic(message)) = worked.end else { panic!("{:?}", worked.end) };
         assert_eq!(message, format!("no {wrong}"));
+    }
+}
+
+/// R14, R15: a device that begins to compute something else is not trusted any more, at the next look at the latest.
+#[test]
+fn a_device_that_changes_its_mind_is_found_out() {
+    let steps: Vec<(u64, Step)> = (0..2100).map(|_| (1, Step { released: vec![0], ..step(0, 0, 1) })).collect();
+    for rots in [false, true] {
+        let mut runs = 0;
+        let tell = move |word| {
+            runs += usize::from(word == "collect");
+            !rots || runs < 1000
+        };
+        let worked = work(&steps, &AtomicU64::new(1), Box::new(tell));
+        match worked.end {
+            Ok(()) => assert!(!rots && worked.answered.len() == steps.len()),
+            Err(WorkerError::Canary { steps }) => assert!(rots && (2048..2100).contains(&steps), "{steps}"),
+            Err(other) => panic!("{other}"),
+        }
     }
 }

@@ -26,7 +26,7 @@ const ANSWER: usize = 8;
 fn trace(between: &PipelineOptions) -> Trace {
     let checkpoint = checkpoint("tiny/llama-33");
     let specs = StageSpec::pipeline(&[9, 8, 8, 8]);
-    let devices = vec![Device::Paced { alpha: ALPHA, beta: BETA, profile: Profile::CARD }; 4];
+    let devices = vec![Device::paced(ALPHA, BETA, Profile::CARD); 4];
     let go_on = AtomicBool::new(false);
     let pipeline =
         Pipeline::open_with(&checkpoint, &specs, exact(192), between, &devices, &mut |_, _| {}, &go_on).unwrap();
@@ -72,7 +72,8 @@ fn a_slow_hop_is_slow_for_every_frame_and_changes_nothing_else() {
     let latency = Duration::from_millis(4);
     // Between stages 1 and 2, and from the tail to the head.
     let delays = [(2, Delay { latency, bytes_per_s: None }), (4, Delay { latency, bytes_per_s: Some(1e6) })];
-    let slow = trace(&PipelineOptions { link_frames: Some(2), slow_hops: delays.to_vec() });
+    let slow =
+        trace(&PipelineOptions { link_frames: Some(2), slow_hops: delays.to_vec(), ..PipelineOptions::default() });
     let usual = trace(&PipelineOptions::default());
     let tokens = |trace: &Trace| -> Vec<Vec<(u64, u32)>> {
         let stages = trace.stages.iter();
@@ -89,10 +90,10 @@ fn paced_head(stages: usize, alpha: Duration, beta: Duration, sequences: usize, 
     let checkpoint = checkpoint("tiny/llama-33");
     let split: Vec<usize> = (0..stages).map(|i| 33 * (i + 1) / stages - 33 * i / stages).collect();
     let options = StageOptions { sequences, kv_tokens: 192 * sequences, ..exact(192) };
-    head_with(&checkpoint, &split, options, &Device::Paced { alpha, beta, profile: Profile::CARD }, head)
+    head_with(&checkpoint, &split, options, &Device::paced(alpha, beta, Profile::CARD), head)
 }
 
-fn plain(prompt: usize, max_tokens: usize) -> Request {
+pub fn plain(prompt: usize, max_tokens: usize) -> Request {
     Request {
         prompt: (0..prompt as u32).collect(),
         choices: 1,
@@ -105,7 +106,7 @@ fn plain(prompt: usize, max_tokens: usize) -> Request {
 }
 
 /// The best of three: others may take the processor away.
-fn best(measure: impl Fn() -> f64, wanted: f64) -> f64 {
+pub fn best(measure: impl Fn() -> f64, wanted: f64) -> f64 {
     let mut best = 0.0f64;
     for _ in 0..3 {
         best = best.max(measure());
@@ -116,6 +117,21 @@ fn best(measure: impl Fn() -> f64, wanted: f64) -> f64 {
     best
 }
 
+/// What `groups` requests reach of the ring's law on equal stages of `slot` each, read from the trace.
+pub fn decode_share(head: &mut Head, stages: usize, groups: usize, slot: Duration) -> f64 {
+    let tokens = 4 * stages.max(groups) / groups.min(stages) + 8;
+    head.generate_all((0..groups).map(|_| plain(1, tokens)).collect(), &AtomicBool::new(false)).unwrap();
+    let trace = head.trace();
+    let decode: Vec<_> = trace.head.iter().filter(|span| span.prefill_tokens == 0 && span.decode_tokens > 0).collect();
+    // From when all decode until one ends.
+    let steady = &decode[groups..decode.len() - groups];
+    let seconds = (steady[steady.len() - 1].sent - steady[0].sent) as f64 * 1e-9;
+    let tokens: u32 = steady[..steady.len() - 1].iter().map(|span| span.decode_tokens).sum();
+    let costs = vec![StageCost { alpha: slot.as_secs_f64(), ..StageCost::default() }; stages];
+    let ring = Ring { stages: &costs, hops: &[], back: HopCost::default(), sampling: 0.0 };
+    f64::from(tokens) / seconds / ring.tokens_per_second(groups as f64, 1.0)
+}
+
 /// Real threads, real links: decode reaches 90 % of the ring's law, M·b/R, read from the trace.
 #[test]
 fn decode_reaches_the_law() {
@@ -124,18 +140,7 @@ fn decode_reaches_the_law() {
         let measure = || {
             let options = HeadOptions { groups: Some(groups), ..HeadOptions::default() };
             let mut head = paced_head(stages, SLOT, Duration::ZERO, groups, options);
-            let tokens = 4 * stages.max(groups) / groups.min(stages) + 8;
-            head.generate_all((0..groups).map(|_| plain(1, tokens)).collect(), &AtomicBool::new(false)).unwrap();
-            let trace = head.trace();
-            let decode: Vec<_> =
-                trace.head.iter().filter(|span| span.prefill_tokens == 0 && span.decode_tokens > 0).collect();
-            // From when all decode until one ends.
-            let steady = &decode[groups..decode.len() - groups];
-            let seconds = (steady[steady.len() - 1].sent - steady[0].sent) as f64 * 1e-9;
-            let tokens: u32 = steady[..steady.len() - 1].iter().map(|span| span.decode_tokens).sum();
-            let costs = vec![StageCost { alpha: SLOT.as_secs_f64(), ..StageCost::default() }; stages];
-            let ring = Ring { stages: &costs, hops: &[], back: HopCost::default(), sampling: 0.0 };
-            f64::from(tokens) / seconds / ring.tokens_per_second(groups as f64, 1.0)
+            decode_share(&mut head, stages, groups, SLOT)
         };
         let share = best(measure, 0.9);
         assert!((0.9..1.05).contains(&share), "P = {stages}, M = {groups}: {share:.3} of the law");
@@ -166,7 +171,7 @@ fn prefill_reaches_the_law() {
 fn injected(between: &PipelineOptions, slower: u32, groups: usize) -> Trace {
     let checkpoint = checkpoint("tiny/llama-33");
     let specs = StageSpec::pipeline(&[9, 8, 8, 8]);
-    let device = |factor| Device::Paced { alpha: 8 * ALPHA * factor, beta: Duration::ZERO, profile: Profile::CARD };
+    let device = |factor| Device::paced(8 * ALPHA * factor, Duration::ZERO, Profile::CARD);
     let devices = [device(1), device(1), device(slower), device(1)];
     let options = StageOptions { sequences: 8, kv_tokens: 1536, ..exact(192) };
     let go_on = AtomicBool::new(false);

@@ -43,7 +43,7 @@ fn span(sequence: usize, start: usize, count: usize) -> Span {
     let pages = options().pages_per_sequence() as u32;
     let new_pages = if start == 0 { (0..pages).map(|page| sequence as u32 * pages + page).collect() } else { vec![] };
     assert!(start + count <= pages as usize * PAGE);
-    Span { sequence: sequence as u64, start: start as u32, count: count as u32, new_pages }
+    Span { request: 0, sequence: sequence as u64, start: start as u32, count: count as u32, new_pages }
 }
 
 /// A token, its log-probability, and the best with theirs.
@@ -295,7 +295,7 @@ fn a_step_takes_as_many_edits_as_its_limit_says() {
         edits: (0..vocab as u32).map(|id| LogitEdit::new(id, 20.0 * ((id + row) % 50) as f32, 1.0, 0.0)).collect(),
     };
     let new_pages = (0..options.pages_per_sequence() as u32).collect();
-    let spans = vec![Span { sequence: 0, start: 0, count: rows, new_pages }];
+    let spans = vec![Span { request: 0, sequence: 0, start: 0, count: rows, new_pages }];
     let ids = (0..rows).map(|i| i * 5 % 384).collect();
     let found = outputs(&mut stage, &Step { released: vec![], spans, ids, outputs: (0..rows).map(request).collect() });
     assert!((0..rows).zip(&found).all(|(row, output)| (output.best[0].id + row) % 50 == 49));

@@ -50,6 +50,7 @@ impl Model for Twins {
                 });
             }
             step.spans.push(Span {
+                request: 0,
                 sequence: part.sequence,
                 start: part.start as u32,
                 count: part.ids.len() as u32,

@@ -232,7 +232,7 @@ fn run_in_chunks(
             edits: Vec::new(),
         });
         let mut step = Step {
-            spans: vec![Span { sequence: 1, start: start as u32, count: *chunk as u32, new_pages }],
+            spans: vec![Span { request: 0, sequence: 1, start: start as u32, count: *chunk as u32, new_pages }],
             ids: ids[start..start + chunk].to_vec(),
             outputs: outputs.collect(),
             ..Step::default()

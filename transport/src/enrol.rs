@@ -30,8 +30,13 @@ pub use code::{Code, CodeError, PRESET_CHARACTERS_MAX, PRESET_CHARACTERS_MIN};
 pub use message::{GRANT_BYTES, Grant, MessageError, OFFER_BYTES, Offer};
 pub use shell::{AnswerError, AskError, Host, answer, ask};
 
+#[cfg(any(test, fuzzing))]
+pub(crate) use message::{proved_grant, proved_offer};
+#[cfg(any(test, fuzzing))]
+pub(crate) use shell::granted;
+
 use crate::identity::Key;
-use code::Secret;
+pub(crate) use code::Secret;
 use message::Exporter;
 
 /// How long a code is valid: time to walk to the other machine, not to leave a door open.

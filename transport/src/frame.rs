@@ -1,15 +1,17 @@
 //! The unit that crosses a link: a fixed header and a payload that transport does not read.
 
+use bytemuck::{Pod, Zeroable};
+use bytes::Bytes;
 use thiserror::Error;
 
-/// Version of the header's layout.
-pub const WIRE_VERSION: u16 = 1;
-/// Bytes of an encoded header.
-pub const HEADER_BYTES: usize = 28;
-/// Largest payload that is accepted: a prefill chunk of 4096 tokens of 16384 floats.
+/// Version of the layout of headers.
+pub const WIRE_VERSION: u16 = 2;
+/// Bytes of an encoded header, of a frame and of every other message of a link.
+pub const HEADER_BYTES: usize = 40;
+/// Largest payload that any link accepts: a prefill chunk of 4096 tokens of 16384 floats.
 pub const PAYLOAD_BYTES_MAX: usize = 256 << 20;
 
-/// What stands before a payload, little-endian, in this order behind the version and two bytes of zero.
+/// What the engine says of a payload, and transport carries without a look at it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FrameHeader {
     /// The pipeline that the frame belongs to; frames of an older one are dropped.
@@ -25,95 +27,116 @@ pub struct FrameHeader {
 pub struct Frame {
     /// Routing.
     pub header: FrameHeader,
-    /// The engine's bytes.
-    pub payload: Vec<u8>,
+    /// The engine's bytes. Clones share them, so a frame that is kept until it has arrived costs no copy.
+    pub payload: Bytes,
 }
 
-/// Why bytes are not a frame's header.
-#[derive(Debug, Error, PartialEq, Eq)]
+/// Why bytes are not a header.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages say it")]
 pub enum FrameError {
     #[error(
-        "frame header speaks wire version {found}, this program speaks {WIRE_VERSION}: both ends must run the same release"
+        "header speaks wire version {found}, this program speaks {WIRE_VERSION}: both ends must run the same release"
     )]
     Version { found: u16 },
-    #[error("frame header has non-zero reserved bytes {found:#06x}")]
-    Reserved { found: u16 },
-    #[error("frame announces a payload of {found} bytes, the limit is {PAYLOAD_BYTES_MAX}")]
-    TooLarge { found: usize },
+    #[error("header is of unknown kind {found}")]
+    Kind { found: u16 },
+    #[error("header has non-zero reserved bytes {found:#x}")]
+    Reserved { found: u64 },
+    #[error("frame has a payload of {found} bytes, the limit is {limit}")]
+    TooLarge { found: usize, limit: usize },
 }
 
-impl FrameHeader {
-    /// The header's bytes for a payload of that many bytes.
-    ///
-    /// # Errors
-    /// [`FrameError::TooLarge`]: the peer would refuse it.
-    pub fn encode(&self, payload_bytes: usize) -> Result<[u8; HEADER_BYTES], FrameError> {
-        if payload_bytes > PAYLOAD_BYTES_MAX {
-            return Err(FrameError::TooLarge { found: payload_bytes });
-        }
-        let mut bytes = [0; HEADER_BYTES];
-        bytes[0..2].copy_from_slice(&WIRE_VERSION.to_le_bytes());
-        bytes[4..12].copy_from_slice(&self.epoch.to_le_bytes());
-        bytes[12..20].copy_from_slice(&self.step.to_le_bytes());
-        bytes[20..24].copy_from_slice(&self.micro_batch.to_le_bytes());
-        bytes[24..28].copy_from_slice(&(payload_bytes as u32).to_le_bytes());
-        Ok(bytes)
+/// What a message is. A number that no kind has is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub(crate) enum Kind {
+    Hello = 1,
+    Frame = 2,
+    Forgotten = 3,
+    Ack = 4,
+    Bye = 5,
+}
+
+/// The version and the kind that a header opens with, as they lie on the wire.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(crate) struct WireOpening {
+    version: u16,
+    kind: u16,
+}
+
+impl WireOpening {
+    pub(crate) fn new(kind: Kind) -> WireOpening {
+        WireOpening { version: WIRE_VERSION.to_le(), kind: (kind as u16).to_le() }
     }
 
-    /// The header in `bytes` and the number of payload bytes that follow it, which is within
-    /// [`PAYLOAD_BYTES_MAX`]: a reader may allocate them.
-    ///
-    /// # Errors
-    /// [`FrameError`]: the bytes are not a header of this version.
-    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<(FrameHeader, usize), FrameError> {
-        let short = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
-        let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
-        let long = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
-        if short(0) != WIRE_VERSION {
-            return Err(FrameError::Version { found: short(0) });
+    /// The kind of the message whose header `bytes` are.
+    pub(crate) fn read(bytes: &[u8; HEADER_BYTES]) -> Result<Kind, FrameError> {
+        let WireOpening { version, kind } = bytemuck::pod_read_unaligned(&bytes[..size_of::<WireOpening>()]);
+        if u16::from_le(version) != WIRE_VERSION {
+            return Err(FrameError::Version { found: u16::from_le(version) });
         }
-        if short(2) != 0 {
-            return Err(FrameError::Reserved { found: short(2) });
-        }
-        let payload = word(24) as usize;
-        if payload > PAYLOAD_BYTES_MAX {
-            return Err(FrameError::TooLarge { found: payload });
-        }
-        Ok((FrameHeader { epoch: long(4), step: long(12), micro_batch: word(20) }, payload))
+        let kinds = [Kind::Hello, Kind::Frame, Kind::Forgotten, Kind::Ack, Kind::Bye];
+        let found = u16::from_le(kind);
+        kinds.into_iter().find(|kind| *kind as u16 == found).ok_or(FrameError::Kind { found })
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
+/// The header of a frame as it lies on the wire: every number little-endian.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(crate) struct WireFrame {
+    opening: WireOpening,
+    payload_bytes: u32,
+    epoch: u64,
+    step: u64,
+    sequence: u64,
+    micro_batch: u32,
+    reserved: u32,
+}
 
-    proptest! {
-        #[test]
-        fn headers_survive_the_wire(epoch: u64, step: u64, micro_batch: u32, payload in 0..=PAYLOAD_BYTES_MAX) {
-            let header = FrameHeader { epoch, step, micro_batch };
-            prop_assert_eq!(FrameHeader::decode(&header.encode(payload).unwrap()), Ok((header, payload)));
-        }
+const _: () = assert!(size_of::<WireFrame>() == HEADER_BYTES);
 
-        #[test]
-        fn any_bytes_are_a_header_or_an_error(bytes: [u8; HEADER_BYTES]) {
-            if let Ok((_, payload)) = FrameHeader::decode(&bytes) {
-                prop_assert!(payload <= PAYLOAD_BYTES_MAX);
-            }
-        }
+impl WireFrame {
+    /// The header's bytes before a payload of so many, which no caller has over [`PAYLOAD_BYTES_MAX`].
+    pub(crate) fn encode(header: FrameHeader, sequence: u64, payload_bytes: usize) -> [u8; HEADER_BYTES] {
+        assert!(payload_bytes <= PAYLOAD_BYTES_MAX, "payload of {payload_bytes} bytes, at most {PAYLOAD_BYTES_MAX}");
+        header_bytes(&WireFrame {
+            opening: WireOpening::new(Kind::Frame),
+            payload_bytes: (payload_bytes as u32).to_le(),
+            epoch: header.epoch.to_le(),
+            step: header.step.to_le(),
+            sequence: sequence.to_le(),
+            micro_batch: header.micro_batch.to_le(),
+            reserved: 0,
+        })
     }
 
-    #[test]
-    fn oversized_payloads_and_other_versions_are_refused() {
-        assert_eq!(
-            FrameHeader::default().encode(PAYLOAD_BYTES_MAX + 1),
-            Err(FrameError::TooLarge { found: PAYLOAD_BYTES_MAX + 1 })
-        );
-        let mut bytes = FrameHeader::default().encode(0).unwrap();
-        bytes[27] = 0xff;
-        assert!(matches!(FrameHeader::decode(&bytes), Err(FrameError::TooLarge { .. })));
-        bytes[0] = 9;
-        assert_eq!(FrameHeader::decode(&bytes), Err(FrameError::Version { found: 9 }));
+    /// The header, the sequence number and the bytes of payload that follow, which are within `limit`: a reader may
+    /// allocate them.
+    pub(crate) fn decode(bytes: &[u8; HEADER_BYTES], limit: usize) -> Result<(FrameHeader, u64, usize), FrameError> {
+        let wire: WireFrame = bytemuck::pod_read_unaligned(bytes);
+        if wire.reserved != 0 {
+            return Err(FrameError::Reserved { found: u32::from_le(wire.reserved).into() });
+        }
+        let payload_bytes = u32::from_le(wire.payload_bytes) as usize;
+        let limit = limit.min(PAYLOAD_BYTES_MAX);
+        if payload_bytes > limit {
+            return Err(FrameError::TooLarge { found: payload_bytes, limit });
+        }
+        let header = FrameHeader {
+            epoch: u64::from_le(wire.epoch),
+            step: u64::from_le(wire.step),
+            micro_batch: u32::from_le(wire.micro_batch),
+        };
+        Ok((header, u64::from_le(wire.sequence), payload_bytes))
     }
+}
+
+/// A header, which has [`HEADER_BYTES`], as bytes.
+pub(crate) fn header_bytes<T: Pod>(wire: &T) -> [u8; HEADER_BYTES] {
+    let mut bytes = [0; HEADER_BYTES];
+    bytes.copy_from_slice(bytemuck::bytes_of(wire));
+    bytes
 }

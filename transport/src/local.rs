@@ -27,7 +27,7 @@ pub fn pair(frames: usize) -> (LocalPort, LocalPort) {
 impl Port for LocalPort {
     fn send(&mut self, frame: Frame) -> Result<(), PortError> {
         if frame.payload.len() > PAYLOAD_BYTES_MAX {
-            return Err(FrameError::TooLarge { found: frame.payload.len() }.into());
+            return Err(FrameError::TooLarge { found: frame.payload.len(), limit: PAYLOAD_BYTES_MAX }.into());
         }
         let mut arrival = Arrival { frame, at: Instant::now() };
         // This end is the channel's only sender: room that it has seen stays.
@@ -57,7 +57,7 @@ mod tests {
     const SOON: Duration = Duration::from_millis(20);
 
     fn frame(step: u64) -> Frame {
-        Frame { header: FrameHeader { epoch: 1, step, micro_batch: 0 }, payload: vec![step as u8; 3] }
+        Frame { header: FrameHeader { epoch: 1, step, micro_batch: 0 }, payload: vec![step as u8; 3].into() }
     }
 
     #[test]

@@ -84,11 +84,11 @@ impl Members {
         self.members.iter().find(|member| member.name == *name)
     }
 
-    /// Whether the host that a verified certificate names, with the key of that fingerprint, is a member.
+    /// Whether there is a member of that name and role, whatever its key.
     ///
     /// # Errors
-    /// [`Refusal`]: why it is not.
-    pub fn allows(&self, peer: &PeerName, fingerprint: &Fingerprint) -> Result<(), Refusal> {
+    /// [`Refusal`]: why there is none.
+    pub fn knows(&self, peer: &PeerName) -> Result<&Member, Refusal> {
         if peer.cluster != self.cluster {
             return Err(Refusal::OtherCluster { found: peer.cluster, mine: self.cluster });
         }
@@ -98,6 +98,15 @@ impl Members {
         if member.role != peer.role {
             return Err(Refusal::OtherRole { name: peer.name.clone(), found: peer.role, listed: member.role });
         }
+        Ok(member)
+    }
+
+    /// Whether the host that a verified certificate names, with the key of that fingerprint, is a member.
+    ///
+    /// # Errors
+    /// [`Refusal`]: why it is not.
+    pub fn allows(&self, peer: &PeerName, fingerprint: &Fingerprint) -> Result<(), Refusal> {
+        let member = self.knows(peer)?;
         if member.fingerprint != *fingerprint {
             let (found, listed) = (*fingerprint, member.fingerprint);
             return Err(Refusal::OtherKey { name: peer.name.clone(), found, listed });
@@ -228,6 +237,13 @@ impl SignedMembers {
         SignedMembers::from_bytes([&signature[..], &signed[SIGNED_AS.len()..]].concat())
     }
 
+    /// Anything, signed as if it were a list.
+    #[cfg(any(test, fuzzing))]
+    pub(crate) fn sign_bytes(list: &[u8], authority: &Authority) -> Result<SignedMembers, MembersError> {
+        let signature = authority.sign(&[SIGNED_AS, list].concat())?;
+        SignedMembers::from_bytes([&signature[..], list].concat())
+    }
+
     /// Bytes that anybody may have sent; [`SignedMembers::verify`] looks into them.
     ///
     /// # Errors
@@ -273,8 +289,7 @@ pub enum Refusal {
     #[error("peer belongs to cluster {found}, this host to cluster {mine}")]
     OtherCluster { found: ClusterId, mine: ClusterId },
     #[error(
-        "{name} is not a member (list {version}): it was removed, or this host's list is old; on the head, \
-        `pp-run cluster list` shows the members"
+        "{name} is not a member (list {version}): it was removed, or this host's list is old; on the head, `pp-run cluster status` shows the members"
     )]
     NotMember { name: Name, version: u64 },
     #[error("{name} connects as {found}, the member list has it as {listed}")]

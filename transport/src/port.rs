@@ -21,14 +21,14 @@ pub trait Port: Send {
     /// Sends a frame, waiting while the link is full.
     ///
     /// # Errors
-    /// [`PortError::Closed`] when the other end is gone, [`PortError::Frame`] when the payload is over the limit.
+    /// [`PortError::Closed`] or [`PortError::Lost`] when the other end is gone, [`PortError::Frame`] when the payload is over the limit.
     fn send(&mut self, frame: Frame) -> Result<(), PortError>;
 
     /// The next frame, waiting at most `timeout`; zero does not wait.
     ///
     /// # Errors
     /// [`PortError::Timeout`] when none came, [`PortError::Closed`] when the other end is gone and all it sent has
-    /// been received.
+    /// been received, [`PortError::Lost`] when it is on another host that was silent for too long.
     fn receive(&mut self, timeout: Duration) -> Result<Arrival, PortError>;
 }
 
@@ -40,6 +40,8 @@ pub enum PortError {
     Closed,
     #[error("no frame within {} ms", timeout.as_millis())]
     Timeout { timeout: Duration },
+    #[error("the neighbour is lost: it was silent for {} ms", silent.as_millis())]
+    Lost { silent: Duration },
     #[error(transparent)]
     Frame(#[from] FrameError),
 }

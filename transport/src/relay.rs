@@ -150,7 +150,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(20);
 
     fn frame(step: u64) -> Frame {
-        Frame { header: FrameHeader { epoch: 1, step, micro_batch: 0 }, payload: vec![step as u8; 1000] }
+        Frame { header: FrameHeader { epoch: 1, step, micro_batch: 0 }, payload: vec![step as u8; 1000].into() }
     }
 
     #[test]

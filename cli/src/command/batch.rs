@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use pp_engine::head::{Answer, Event, Head, HeadError, Request};
+use pp_engine::head::{Answer, Event, FinishReason, Head, HeadError, Request};
 use pp_engine::schedule::{Refused, RequestId};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -22,7 +22,7 @@ use crate::errors::{Exit, usage};
 use crate::output::live::Live;
 use crate::output::progress::Steps;
 use crate::output::{Out, Report};
-use crate::plan::{self, Wanted};
+use crate::plan::{self, Plan, Wanted};
 use crate::prompts::Prompts;
 use crate::report::{StageRow, TokenRow, stage_table};
 use crate::requests::{self, Defaults, RequestLine};
@@ -60,14 +60,17 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
     let total = lines.len() + done.lines.len();
     let jobs = || lines.iter().filter_map(|line| line.job.as_ref().ok());
     let answers = jobs().map(|job| job.request.choices as usize).sum::<usize>();
-    let wanted = Wanted { context: jobs().map(Job::positions).max(), sequences: answers.clamp(1, SEQUENCES) };
+    let wanted = Wanted::several(jobs().map(Job::positions).max(), answers.clamp(1, SEQUENCES));
     if !done.lines.is_empty() {
         out.note(&format!("{} of {total} lines have an answer in {} already", done.lines.len(), args.out.display()));
     }
-    let plan = plan::make(checkpoint, &args.pipeline, wanted)?;
+    let plan = plan::make(checkpoint.clone(), &args.pipeline, wanted, &out)?;
     let file = done.open(&args.out)?;
-    let (mut head, load_seconds) =
-        super::load(&plan, super::head_options(&args.pipeline), prompts.tokenizer().clone(), &out)?;
+    let load = |plan: &Plan| super::load(plan, super::head_options(&args.pipeline), prompts.tokenizer().clone(), &out);
+    let (head, load_seconds) = load(&plan)?;
+    // The workers are free before they are asked for again.
+    drop(plan);
+    let again = || Ok(load(&plan::make(checkpoint.clone(), &args.pipeline, wanted, &out)?)?.0);
     let started = Instant::now();
     let live = Live::new(args.live, &out);
     let mut batch = Batch {
@@ -80,7 +83,7 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
         report: BatchReport { lines: total, ..BatchReport::default() },
         running: HashMap::new(),
     };
-    let cancelled = batch.answer(lines, &mut head)?;
+    let (head, cancelled) = batch.answer(lines, head, &again, &out)?;
     batch.bar.finish();
     drop(batch.live);
     let seconds = started.elapsed().as_secs_f64();
@@ -199,29 +202,39 @@ struct Batch<'a> {
 struct Pending {
     line: usize,
     id: Option<Value>,
-    logprobs: bool,
+    job: Job,
     choices: Vec<Option<Answer>>,
 }
 
 impl Batch<'_> {
-    /// Answers lines until there are no more, or the user wants it to end: true then.
-    fn answer(&mut self, lines: Vec<Line>, head: &mut Head) -> Result<bool> {
+    /// Answers lines until there are no more, or the user wants it to end: true then. When a worker fails, what it was at
+    /// is asked again of a pipeline that `again` gets, as long as there are answers in between.
+    fn answer(
+        &mut self,
+        lines: Vec<Line>,
+        mut head: Head,
+        again: &dyn Fn() -> Result<Head>,
+        out: &Out,
+    ) -> Result<(Head, bool)> {
         let mut lines: VecDeque<Line> = lines.into();
+        let mut failed_at = None;
         self.bar.update(self.answered, self.total);
         while !lines.is_empty() || !self.running.is_empty() {
             if cancel::flag().load(Ordering::Relaxed) {
-                return Ok(true);
+                return Ok((head, true));
             }
             while let Some(line) = lines.pop_front() {
-                if let Some(line) = self.submit(line, head)? {
+                if let Some(line) = self.submit(line, &mut head)? {
                     lines.push_front(line);
                     break;
                 }
             }
-            self.live.tick(head);
+            self.live.tick(&head);
             let mut ended = Vec::new();
             let turn = head.turn(PATIENCE, cancel::flag(), &mut |event| {
-                if let Event::Done { choice, answer } = event {
+                if let Event::Done { choice, answer } = event
+                    && answer.finish_reason != FinishReason::Failed
+                {
                     ended.push((choice, answer));
                 }
             });
@@ -234,11 +247,22 @@ impl Batch<'_> {
                 }
             }
             match turn {
-                Err(error) if error.is_cancelled() => return Ok(true),
+                Err(error) if error.is_cancelled() => return Ok((head, true)),
+                Err(error) if report::has_workers(head.pipeline()) && failed_at != Some(self.answered) => {
+                    failed_at = Some(self.answered);
+                    out.note(&format!("{error}; asking again for what it was at"));
+                    let mut unanswered: Vec<Pending> = self.running.drain().map(|(_, pending)| pending).collect();
+                    unanswered.sort_by_key(|pending| std::cmp::Reverse(pending.line));
+                    for Pending { line: number, id, job, .. } in unanswered {
+                        lines.push_front(Line { number, id, job: Ok(job) });
+                    }
+                    drop(head);
+                    head = again()?;
+                }
                 other => drop(other?),
             }
         }
-        Ok(false)
+        Ok((head, false))
     }
 
     /// Gives a line to the head; gives it back where the head is busy.
@@ -256,7 +280,7 @@ impl Batch<'_> {
         match head.submit(job.request.clone()) {
             Ok(request) => {
                 let choices = vec![None; job.request.choices.max(1) as usize];
-                self.running.insert(request, Pending { line: number, id, logprobs: job.logprobs, choices });
+                self.running.insert(request, Pending { line: number, id, job, choices });
                 Ok(None)
             }
             Err(HeadError::Refused(Refused::Busy { .. })) => Ok(Some(Line { number, id, job: Ok(job) })),
@@ -269,8 +293,11 @@ impl Batch<'_> {
 
     fn write_answer(&mut self, pending: Pending) -> Result<()> {
         let answers: Vec<Answer> = pending.choices.into_iter().flatten().collect();
-        let rows: Vec<ChoiceRow> =
-            answers.iter().enumerate().map(|(index, answer)| ChoiceRow::of(index, answer, pending.logprobs)).collect();
+        let rows: Vec<ChoiceRow> = answers
+            .iter()
+            .enumerate()
+            .map(|(index, answer)| ChoiceRow::of(index, answer, pending.job.logprobs))
+            .collect();
         let completion_tokens: usize = answers.iter().map(|answer| answer.tokens.len()).sum();
         let times = answers[0].timings;
         self.report.answers += 1;

@@ -43,7 +43,7 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode> {
     let wanted = [args.prompt_tokens, args.gen_tokens, 1].into_iter().fold(deepest, usize::saturating_add);
     let checkpoint = super::open(&args.model)?;
     let tokenizer = checkpoint.tokenizer()?;
-    let plan = plan::make(checkpoint, &args.pipeline, Wanted::one(Some(wanted)))?;
+    let plan = plan::make(checkpoint, &args.pipeline, Wanted::one(Some(wanted)), &out)?;
     if wanted > plan.options.context {
         return Err(usage(format!(
             "depth {deepest} + {} + {} tokens do not fit the context of {}",

@@ -2,47 +2,29 @@
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
-use std::sync::atomic::Ordering;
 
 use anyhow::Result;
 use pp_engine::chat_template::ChatTemplate;
 use pp_engine::checkpoint::{Checkpoint, Container};
 use pp_engine::config::RopeScaling;
-use pp_engine::digest::{Digest, DigestError, Digests};
+use pp_engine::digest::Digest;
 use pp_engine::layout::{StageLayout, StageOptions, StageSpec};
 use pp_engine::tokenizer::Tokenizer;
 use pp_engine::{Act, KvType, Profile, Wire, arch, quant};
 use serde::Serialize;
 
 use crate::args::{InspectArgs, ModelArgs};
-use crate::models::Places;
-use crate::output::progress::Steps;
+use crate::models::digest_of;
 use crate::output::{Out, Report, bytes, count, table};
-use crate::{cancel, errors, settings};
+use crate::settings;
 
 /// Looks and tells; a model that is not supported is described all the same.
 pub fn run(args: &InspectArgs) -> Result<ExitCode> {
     let out = Out::new(args.output.json, false);
     let checkpoint = super::open(&ModelArgs { model: args.model.clone() })?;
-    let digest = digest(&checkpoint, &out)?;
+    let digest = digest_of(&checkpoint, &out)?;
     out.result(&InspectReport::new(&checkpoint, digest))?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Reads all of a model that was never seen before.
-fn digest(checkpoint: &Checkpoint, out: &Out) -> Result<Digest> {
-    const MIB: u64 = 1 << 20;
-    let mut steps = Steps::new(out, "digest", "MiB");
-    let mut digests = Digests::new(Places::from_env().digests);
-    let found = digests.of(checkpoint, &mut |done, total| {
-        steps.update((done / MIB) as usize, (total / MIB) as usize);
-        !cancel::flag().load(Ordering::Relaxed)
-    });
-    steps.finish();
-    found.map_err(|error| match error {
-        DigestError::Cancelled => errors::cancelled(),
-        error => errors::model(error.to_string()),
-    })
 }
 
 #[derive(Debug, Serialize)]

@@ -29,7 +29,7 @@ pub fn run(args: &PerplexityArgs) -> Result<ExitCode> {
     if ids.len() < 2 {
         return Err(usage(format!("{} token(s) to score: at least 2 are needed", ids.len())));
     }
-    let plan = plan::make(checkpoint, &args.pipeline, plan::Wanted::one(Some(ids.len())))?;
+    let plan = plan::make(checkpoint, &args.pipeline, plan::Wanted::one(Some(ids.len())), &out)?;
     let context = plan.options.context;
     if ids.len() > context {
         return Err(usage(format!(

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
+use pp_engine::cluster::control::Purpose;
 use pp_engine::layout::StageLayout;
 use pp_engine::pipeline::Device;
 use serde::Serialize;
@@ -10,12 +11,14 @@ use serde::Serialize;
 use crate::args::PlanArgs;
 use crate::output::{Out, Report, bytes, count, table};
 use crate::plan::{self, Plan};
-use crate::report::{Widened, layer_range};
+use crate::report::{Widened, layer_range, placed};
 
 /// Plans and tells.
 pub fn run(args: &PlanArgs) -> Result<ExitCode> {
     let out = Out::new(args.output.json, false);
-    let plan = plan::make(super::open(&args.model)?, &args.pipeline, plan::Wanted::one(None))?;
+    // Who plans takes nothing from anybody.
+    let wanted = plan::Wanted { purpose: Purpose::Look, ..plan::Wanted::one(None) };
+    let plan = plan::make(super::open(&args.model)?, &args.pipeline, wanted, &out)?;
     out.result(&PlanReport::new(&plan))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -44,6 +47,8 @@ struct PlanReport {
 #[derive(Debug, Serialize)]
 struct Row {
     index: usize,
+    /// The worker that it would be on; null: this machine.
+    worker: Option<String>,
     device: String,
     device_id: String,
     profile: &'static str,
@@ -73,6 +78,7 @@ struct Total {
 /// A memory and what is taken of it.
 #[derive(Debug, Serialize)]
 struct Memory {
+    worker: Option<String>,
     device: String,
     host: bool,
     stages: Vec<usize>,
@@ -85,6 +91,7 @@ impl Row {
         let spec = &layout.spec;
         Row {
             index: spec.index,
+            worker: device.worker(),
             device: device.name(),
             device_id: device.id(),
             profile: device.profile().name,
@@ -109,6 +116,7 @@ impl PlanReport {
         let stages: Vec<Row> = plan.layouts.iter().zip(&plan.devices).map(|(l, d)| Row::new(l, d)).collect();
         let sum = |part: fn(&Row) -> u64| stages.iter().map(part).sum();
         let memory = plan.pools.iter().map(|pool| Memory {
+            worker: pool.worker.clone(),
             device: pool.device.clone(),
             host: pool.host,
             stages: pool.stages.clone(),
@@ -205,7 +213,7 @@ impl Row {
         };
         vec![
             self.index.to_string(),
-            self.device.clone(),
+            placed(self.worker.as_deref(), &self.device),
             format!("{}{ends}", layer_range(self.layers)),
             bytes(self.weight_bytes),
             bytes(self.kv_bytes),

@@ -35,7 +35,7 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
     let prompt = prompt(&args.prompt)?;
     let checkpoint = super::open(&args.model)?;
     let sampling = settings::sampling(&args.sampling, &checkpoint.generation, seed(), candidates)?;
-    let plan = plan::make(checkpoint.clone(), &args.pipeline, Wanted::one(None))?;
+    let plan = plan::make(checkpoint.clone(), &args.pipeline, Wanted::one(None), &out)?;
     let prompts = Prompts::new(&checkpoint, chat_template(args.prompt.chat_template.as_deref())?)?;
     let ids = encode(&prompts, &prompt, &args.prompt, &template_args)?;
     let context = plan.options.context;

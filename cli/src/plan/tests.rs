@@ -28,7 +28,7 @@ fn fitted(available: u64, context: Option<usize>) -> Result<Plan> {
     std::fs::write(dir.path().join("config.json"), config).unwrap();
     let checkpoint = Arc::new(Checkpoint::open(dir.path()).unwrap());
     let costs = settings::costs(&checkpoint);
-    let pool = Pool { device: "a card".into(), host: false, available: Some(available), stages: vec![0] };
+    let pool = Pool { device: "a card".into(), worker: None, host: false, available: Some(available), stages: vec![0] };
     let options = StageOptions {
         activations: Act::F32,
         kv: KvType::F32,

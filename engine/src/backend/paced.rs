@@ -1,6 +1,8 @@
 //! No device at all: a run takes as long as a cost law says, and finds something plausible. Schedules and transports are
 //! tested on it with real threads and real ports, with more stages than a machine has devices or cores.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use pp_shaders::params::TopK;
@@ -23,6 +25,8 @@ pub struct Paced {
     beta: Duration,
     profile: Profile,
     limits: DeviceLimits,
+    /// While it is set nothing finishes.
+    hold: Arc<AtomicBool>,
     programs: Vec<Program>,
     /// Where rows that logits are wanted for are described, and where what was found of them is read.
     outputs: Option<BufferId>,
@@ -40,9 +44,16 @@ struct Waiting {
 
 impl Paced {
     /// A backend whose runs take `alpha` and `beta` for each token; one without programs takes no time. Work is laid out
-    /// as `profile` would.
-    pub fn new(alpha: Duration, beta: Duration, profile: Profile, limits: DeviceLimits) -> Paced {
+    /// as `profile` would. While `hold` is set nothing finishes: a device that hangs.
+    pub fn new(
+        alpha: Duration,
+        beta: Duration,
+        profile: Profile,
+        limits: DeviceLimits,
+        hold: Arc<AtomicBool>,
+    ) -> Paced {
         Paced {
+            hold,
             alpha,
             beta,
             profile,
@@ -151,6 +162,9 @@ impl Backend for Paced {
         let (started, run) = self.in_flight.pop(ticket);
         let finished = started + run.takes;
         sleep_until(finished);
+        while self.hold.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
         self.in_flight.finish(finished);
         Ok(Done { reads: run.reads, started, finished })
     }
@@ -180,7 +194,8 @@ mod tests {
     const BETA: Duration = Duration::from_micros(50);
 
     fn paced() -> Paced {
-        Paced::new(ALPHA, BETA, Profile::CARD, DeviceLimits { binding_bytes: 1 << 30, buffer_bytes: 1 << 30 })
+        let limits = DeviceLimits { binding_bytes: 1 << 30, buffer_bytes: 1 << 30 };
+        Paced::new(ALPHA, BETA, Profile::CARD, limits, Arc::default())
     }
 
     #[test]

@@ -16,16 +16,19 @@ pub enum FinishReason {
     Cancelled,
     /// Its deadline passed.
     Deadline,
+    /// The pipeline failed.
+    Failed,
 }
 
 impl FinishReason {
-    /// As OpenAI's API spells it (`cancelled` and `deadline` are ours).
+    /// As OpenAI's API spells it (`cancelled`, `deadline` and `error` are ours).
     pub fn name(self) -> &'static str {
         match self {
             FinishReason::Stop => "stop",
             FinishReason::Length => "length",
             FinishReason::Cancelled => "cancelled",
             FinishReason::Deadline => "deadline",
+            FinishReason::Failed => "error",
         }
     }
 }

@@ -124,6 +124,7 @@ impl Head {
             if sent < ids.len() && self.pipeline.room() > 0 {
                 let end = ids.len().min(sent + chunk);
                 let span = Span {
+                    request: 0,
                     sequence,
                     start: sent as u32,
                     count: (end - sent) as u32,

@@ -16,7 +16,7 @@ const LIMITS: MessageLimits = MessageLimits {
 fn step() -> Step {
     Step {
         released: vec![7],
-        spans: vec![Span { sequence: 1, start: 31, count: 3, new_pages: vec![0, 3] }],
+        spans: vec![Span { request: 0, sequence: 1, start: 31, count: 3, new_pages: vec![0, 3] }],
         ids: vec![5, 6, 99],
         outputs: vec![OutputRequest {
             row: 2,

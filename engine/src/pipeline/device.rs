@@ -1,5 +1,7 @@
 //! What a stage can run on.
 
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pp_shaders::Profile;
@@ -8,7 +10,9 @@ use crate::backend::gpu::Gpu;
 use crate::backend::gpu::adapter::Adapter;
 use crate::backend::paced::Paced;
 use crate::backend::reference::Reference;
-use crate::backend::{Backend, DeviceError, DeviceLimits};
+use crate::backend::{Backend, DeviceError, DeviceLimits, selftest};
+use crate::cluster::remote::RemoteDevice;
+use crate::weights::LoadError;
 
 /// What a stage runs on.
 #[derive(Clone)]
@@ -36,16 +40,26 @@ pub enum Device {
         beta: Duration,
         /// Sizes that programs are laid out for.
         profile: Profile,
+        /// While it is set nothing finishes.
+        hold: Arc<AtomicBool>,
     },
+    /// A device of a worker elsewhere, which opens it.
+    Remote(RemoteDevice),
 }
 
 impl Device {
+    /// A device that only takes time ([`Device::Paced`]).
+    pub fn paced(alpha: Duration, beta: Duration, profile: Profile) -> Device {
+        Device::Paced { alpha, beta, profile, hold: Arc::default() }
+    }
+
     /// The name, for people.
     pub fn name(&self) -> String {
         match self {
             Device::Gpu { adapter, .. } => adapter.name().to_owned(),
             Device::Reference { .. } => "reference (twins on the CPU)".to_owned(),
             Device::Paced { .. } => "paced (computes nothing)".to_owned(),
+            Device::Remote(device) => device.info().name.clone(),
         }
     }
 
@@ -55,6 +69,7 @@ impl Device {
             Device::Gpu { adapter, .. } => adapter.id().to_owned(),
             Device::Reference { .. } => "reference".to_owned(),
             Device::Paced { .. } => "paced".to_owned(),
+            Device::Remote(device) => device.info().id.clone(),
         }
     }
 
@@ -62,6 +77,7 @@ impl Device {
     pub fn profile(&self) -> &Profile {
         match self {
             Device::Gpu { profile, .. } | Device::Reference { profile } | Device::Paced { profile, .. } => profile,
+            Device::Remote(device) => device.profile(),
         }
     }
 
@@ -78,6 +94,7 @@ impl Device {
             Device::Reference { .. } | Device::Paced { .. } => {
                 DeviceLimits { binding_bytes: 1 << 30, buffer_bytes: 1 << 30 }
             }
+            Device::Remote(device) => device.limits(),
         }
     }
 
@@ -86,18 +103,60 @@ impl Device {
         match self {
             Device::Gpu { adapter, .. } => adapter.memory_bytes(),
             Device::Reference { .. } | Device::Paced { .. } => None,
+            Device::Remote(device) => device.info().memory_bytes,
         }
+    }
+
+    /// Whether it computes on the processor.
+    pub fn is_software(&self) -> bool {
+        match self {
+            Device::Gpu { adapter, .. } => adapter.is_software(),
+            Device::Reference { .. } | Device::Paced { .. } => true,
+            Device::Remote(device) => device.info().is_software,
+        }
+    }
+
+    /// The worker that has it; none: this process.
+    pub fn worker(&self) -> Option<String> {
+        match self {
+            Device::Remote(device) => Some(device.worker().name().to_owned()),
+            _ => None,
+        }
+    }
+
+    /// Whether it computes what the kernels say ([`selftest`]), looked at once in the life of the process for each
+    /// adapter and profile.
+    ///
+    /// # Errors
+    /// [`LoadError::Untrusted`] where it does not; [`LoadError::Device`] where it cannot be opened.
+    pub fn trusted(&self) -> Result<(), LoadError> {
+        static LOOKED_AT: Mutex<Vec<(String, Profile)>> = Mutex::new(Vec::new());
+        let Device::Gpu { adapter, profile, checked } = self else { return Ok(()) };
+        let key = (adapter.id().to_owned(), *profile);
+        let mut looked_at = LOOKED_AT.lock().unwrap_or_else(PoisonError::into_inner);
+        if !looked_at.contains(&key) {
+            let mut device = Gpu::open(adapter, *profile, *checked)?;
+            selftest::run(&mut device).map_err(|error| LoadError::Untrusted { message: error.to_string() })?;
+            looked_at.push(key);
+        }
+        Ok(())
     }
 
     /// Opens it for one stage.
     ///
     /// # Errors
     /// When the driver does not give a device.
+    ///
+    /// # Panics
+    /// When it is another host's.
     pub fn open(&self) -> Result<Box<dyn Backend>, DeviceError> {
         Ok(match self {
             Device::Gpu { adapter, profile, checked } => Box::new(Gpu::open(adapter, *profile, *checked)?),
             Device::Reference { profile } => Box::new(Reference::new(*profile, self.limits().binding_bytes)),
-            Device::Paced { alpha, beta, profile } => Box::new(Paced::new(*alpha, *beta, *profile, self.limits())),
+            Device::Paced { alpha, beta, profile, hold } => {
+                Box::new(Paced::new(*alpha, *beta, *profile, self.limits(), hold.clone()))
+            }
+            Device::Remote(device) => unreachable!("{device:?} is opened by its worker"),
         })
     }
 }

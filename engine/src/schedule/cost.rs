@@ -40,6 +40,12 @@ impl Costs {
         (1..=most).filter(|groups| ring.round_of(sequences, *groups) <= best * SAME).min_by_key(near).unwrap_or(1)
     }
 
+    /// Seconds that the slowest stage takes for a micro-batch of `tokens` tokens which attend as [`attended`] says.
+    fn slowest_seconds(&self, tokens: usize, attended: f64) -> f64 {
+        let seconds = |stage: &StageCost| stage.alpha + stage.beta * tokens as f64 + stage.attention * attended;
+        self.stages.iter().map(seconds).fold(0.0, f64::max)
+    }
+
     fn slowest(&self, tokens: usize) -> StageCost {
         let seconds = |stage: &StageCost| stage.seconds(tokens as f64, 0.0);
         self.stages.iter().copied().max_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap_or_default()
@@ -71,13 +77,15 @@ pub struct Fits {
     stages: Vec<Fit>,
     overhead: f64,
     steps: usize,
+    /// Of the largest micro-batch so far.
+    tokens: usize,
     costs: Option<Costs>,
 }
 
 impl Fits {
     /// Nothing known of so many stages.
     pub fn new(stages: usize) -> Fits {
-        Fits { stages: vec![Fit::default(); stages], overhead: 0.0, steps: 0, costs: None }
+        Fits { stages: vec![Fit::default(); stages], overhead: 0.0, steps: 0, tokens: 0, costs: None }
     }
 
     /// A micro-batch of `tokens` tokens took `seconds` on each stage, and `overhead` seconds beyond; `attended` is the sum
@@ -91,8 +99,18 @@ impl Fits {
         }
         self.overhead = if self.steps == 0 { overhead } else { self.overhead + LATEST * (overhead - self.overhead) };
         self.steps += 1;
+        self.tokens = self.tokens.max(tokens);
         let costs = || Costs { stages: self.stages.iter().map(Fit::cost).collect(), overhead: self.overhead };
         self.costs = (self.steps >= ENOUGH).then(costs);
+    }
+
+    /// Seconds that the slowest stage should take for a micro-batch of `tokens` tokens which attend as [`attended`] says,
+    /// once enough steps were seen. For one much larger than any so far, at most what as many of one token take.
+    pub fn expected(&self, tokens: usize, attended: f64) -> Option<f64> {
+        let costs = self.costs.as_ref()?;
+        let fitted = costs.slowest_seconds(tokens, attended);
+        let is_known = tokens <= 2 * self.tokens;
+        Some(if is_known { fitted } else { fitted.max(tokens as f64 * costs.slowest_seconds(1, 1.0)) })
     }
 
     /// The costs, once enough steps were seen.
@@ -119,6 +137,22 @@ mod tests {
             last = size;
         }
         assert!(last < 64, "{last}");
+    }
+
+    #[test]
+    fn what_is_larger_than_any_so_far_is_expected_to_take_as_many_single_tokens() {
+        let mut fits = Fits::new(2);
+        assert_eq!(fits.expected(1, 1.0), None);
+        for _ in 0..2 * ENOUGH {
+            fits.add(1, 1.0, &[0.03, 0.02], 0.0);
+        }
+        let close = |tokens, wanted: f64| {
+            let found = fits.expected(tokens, 0.0).unwrap();
+            assert!((found / wanted - 1.0).abs() < 0.1, "{tokens}: {found}");
+        };
+        close(1, 0.03);
+        close(2, 0.03);
+        close(100, 3.0);
     }
 
     #[test]

@@ -230,13 +230,13 @@ pub enum MessageError {
 }
 
 /// A grant of these bytes with a right proof, and zeros to the end.
-#[cfg(test)]
-pub(super) fn proved_grant(bytes: &[u8], secret: &Secret, exporter: &Exporter) -> [u8; GRANT_BYTES] {
+#[cfg(any(test, fuzzing))]
+pub(crate) fn proved_grant(bytes: &[u8], secret: &Secret, exporter: &Exporter) -> [u8; GRANT_BYTES] {
     Writer([&[0; PROOF_BYTES], bytes].concat()).proved(GRANT, secret, exporter).unwrap()
 }
 
 /// An offer of these bytes with a right proof.
-#[cfg(test)]
-pub(super) fn proved_offer(bytes: &[u8], secret: &Secret, exporter: &Exporter) -> [u8; OFFER_BYTES] {
+#[cfg(any(test, fuzzing))]
+pub(crate) fn proved_offer(bytes: &[u8], secret: &Secret, exporter: &Exporter) -> [u8; OFFER_BYTES] {
     Writer([&[0; PROOF_BYTES], bytes].concat()).proved(OFFER, secret, exporter).unwrap()
 }

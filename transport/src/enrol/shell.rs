@@ -175,7 +175,7 @@ async fn judge(
 
 /// The identity that a proved grant gives: its certificate is for this key and the granted name, a worker's, by the
 /// authority in it, and so is the list, which knows a head.
-pub(super) fn granted(grant: &Grant, key: &Key, now: UnixTime) -> Result<Identity, AnswerError> {
+pub(crate) fn granted(grant: &Grant, key: &Key, now: UnixTime) -> Result<Identity, AnswerError> {
     let authority = CaCertificate::parse(&grant.authority)?;
     let certificate = HostCertificate::parse(&grant.certificate)?;
     let mine = PeerName { cluster: authority.cluster(), role: Role::Worker, name: grant.name.clone() };

@@ -207,7 +207,7 @@ pub enum NameError {
         "{found} is not a name of a host: take 1 to {NAME_BYTES_MAX} of a-z, 0-9 and -, not beginning or ending in -"
     )]
     Host { found: String },
-    #[error("{found} is not the id of a cluster: 16 letters and digits, as `pp-run cluster list` shows it")]
+    #[error("{found} is not the id of a cluster: 16 letters and digits, as `pp-run cluster status` shows it")]
     Cluster { found: String },
     #[error("{found} is not the address of a host: write host:port, an IPv6 address as [2001:db8::1]:7711")]
     Address { found: String },

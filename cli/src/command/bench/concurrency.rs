@@ -48,7 +48,7 @@ pub fn run(args: &BenchArgs, out: &Out) -> Result<ExitCode> {
             args.concurrency.iter().copied().max().unwrap_or(1),
         ),
     };
-    let plan = plan::make(checkpoint, &args.pipeline, Wanted { context: Some(context), sequences })?;
+    let plan = plan::make(checkpoint, &args.pipeline, Wanted::several(Some(context), sequences), out)?;
     if context > plan.options.context {
         return Err(usage(format!("{context} tokens do not fit the context of {}", plan.options.context)));
     }

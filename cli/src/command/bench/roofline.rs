@@ -81,6 +81,12 @@ struct KernelRow {
 /// Measures the devices of a plan and its kernels after a prompt of `prompt` tokens; None when no stage is on a GPU.
 pub fn measure(plan: &Plan, prompt: usize, out: &Out) -> Result<Option<Roofline>> {
     let mut devices: Vec<(DeviceRow, Rates)> = Vec::new();
+    let mut workers: Vec<String> = plan.devices.iter().filter_map(Device::worker).collect();
+    workers.sort();
+    workers.dedup();
+    if !workers.is_empty() {
+        out.note(&format!("roofline: the devices of {} are left out; measure them there", workers.join(", ")));
+    }
     for device in &plan.devices {
         let Device::Gpu { adapter, profile, checked } = device else { continue };
         if devices.iter().any(|(row, _)| row.id == device.id()) {
@@ -155,7 +161,7 @@ impl Timed<'_> {
         };
         let ids = (start..start + tokens).map(|i| super::made_up_id(i, vocab)).collect();
         let step = Step {
-            spans: vec![Span { sequence: 1, start: start as u32, count: tokens as u32, new_pages }],
+            spans: vec![Span { request: 0, sequence: 1, start: start as u32, count: tokens as u32, new_pages }],
             ids,
             outputs: vec![output],
             ..Step::default()

@@ -1,0 +1,161 @@
+//! Getting hold of the workers that a pipeline names.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use pp_engine::cluster::control::Purpose;
+use pp_engine::cluster::remote::{LeaseError, RemoteDevice, Worker};
+use pp_engine::pipeline::Device;
+use pp_transport::identity::Name;
+use pp_transport::members::Member;
+use pp_transport::quic::Node;
+
+use super::places::Place;
+use super::{Here, lease_error};
+use crate::output::Out;
+use crate::{cancel, errors};
+
+/// How long a worker may take to answer a dialler.
+pub const DIAL: Duration = Duration::from_secs(3);
+/// What passes sooner is not worth a word: a head that has just ended has its workers for a moment more.
+const SILENT: Duration = Duration::from_millis(1500);
+/// Between two tries.
+const AGAIN: Duration = Duration::from_millis(200);
+
+/// Workers that are connected.
+pub struct Cluster {
+    workers: Vec<Arc<Worker>>,
+}
+
+impl Cluster {
+    /// The workers of these places, each once: waits up to `wait` for those that are busy or do not answer, and says so.
+    /// Each has the present member list then.
+    ///
+    /// # Errors
+    /// Which are no workers of this cluster; which are missing, and why.
+    pub fn gather(places: &[Place], purpose: Purpose, wait: Duration, out: &Out) -> Result<Cluster> {
+        let here = Here::open()?;
+        // Every head takes workers in the same order, so that no two wait for each other.
+        let mut names: Vec<&Name> = places.iter().filter_map(|place| place.worker.as_ref()).collect();
+        names.sort();
+        names.dedup();
+        let members = names.iter().map(|name| here.worker(name)).collect::<Result<Vec<_>>>()?;
+        let node = here.node()?;
+        let greeting = here.greeting();
+        let call = Call { node: &node, greeting: &greeting, purpose, until: Instant::now() + wait, wait };
+        let mut workers = Vec::new();
+        for (at, member) in members.iter().enumerate() {
+            match call.reach(member, out)? {
+                Ok(worker) => workers.push(Arc::new(worker)),
+                Err(error) => return Err(call.missing(error, &members[at + 1..])),
+            }
+        }
+        for worker in &workers {
+            here.freshen(worker)?;
+            let (theirs, ours) = (worker.welcome().members_version, here.head().members.version());
+            if theirs > ours {
+                out.note(&format!(
+                    "{} has member list {theirs}, this head only {ours}: its folder may be an old copy",
+                    worker.name()
+                ));
+            }
+        }
+        Ok(Cluster { workers })
+    }
+
+    /// The device of a place that is a worker's.
+    ///
+    /// # Errors
+    /// When the worker has no such device.
+    pub fn device(&self, name: &Name, selector: Option<&str>) -> Result<Device> {
+        let worker = self.workers.iter().find(|worker| worker.name() == name.as_str());
+        let worker = worker.expect("every place was gathered");
+        let id = selector.map(|selector| picked(worker, selector)).transpose()?;
+        Ok(Device::Remote(RemoteDevice::of(worker, id.as_deref()).map_err(lease_error)?))
+    }
+}
+
+/// What all workers are asked.
+struct Call<'a> {
+    node: &'a Arc<Node>,
+    greeting: &'a str,
+    purpose: Purpose,
+    until: Instant,
+    wait: Duration,
+}
+
+impl Call<'_> {
+    fn connect(&self, member: &Member, purpose: Purpose) -> Result<Worker, LeaseError> {
+        Worker::connect(self.node, member, self.greeting, purpose, DIAL)
+    }
+
+    /// Tries until there is no time left.
+    fn reach(&self, member: &Member, out: &Out) -> Result<Result<Worker, LeaseError>> {
+        let (mut said, started) = (None, Instant::now());
+        loop {
+            if cancel::flag().load(Ordering::Relaxed) {
+                return Err(errors::cancelled());
+            }
+            let error = match self.connect(member, self.purpose) {
+                Ok(worker) => return Ok(Ok(worker)),
+                Err(error) => error,
+            };
+            if !error.may_pass() || Instant::now() >= self.until {
+                return Ok(Err(error));
+            }
+            let text = error.to_string();
+            if said.as_ref() != Some(&text) && started.elapsed() >= SILENT {
+                out.note(&format!("waiting up to {} s: {text}", self.wait.as_secs()));
+                said = Some(text);
+            }
+            std::thread::sleep(AGAIN);
+        }
+    }
+
+    /// What to say when one is not to be had: how the others are as well.
+    fn missing(&self, first: LeaseError, others: &[&Member]) -> anyhow::Error {
+        let looks = std::thread::scope(|scope| {
+            let look = |member| scope.spawn(move || self.connect(member, Purpose::Look));
+            let looks: Vec<_> = others.iter().map(|member| look(*member)).collect();
+            looks.into_iter().map(|look| look.join()).collect::<Vec<_>>()
+        });
+        let mut lines = vec![first.to_string()];
+        for (member, look) in others.iter().zip(looks) {
+            match look {
+                Ok(Err(error)) => lines.push(error.to_string()),
+                Ok(Ok(worker)) => {
+                    let holder = worker.welcome().holder.clone();
+                    if let Some(holder) = holder.filter(|_| self.purpose == Purpose::Lease) {
+                        let worker = member.name.to_string();
+                        lines.push(LeaseError::Busy { worker, holder }.to_string());
+                    }
+                }
+                Err(_) => {}
+            }
+        }
+        let what = if lines.len() == 1 { "a worker is missing" } else { "workers are missing" };
+        errors::worker(format!("{what}: {}", lines.join("\n  ")))
+    }
+}
+
+/// The id of the device that `selector` means: an id, an index, or part of one name.
+fn picked(worker: &Worker, selector: &str) -> Result<String> {
+    let devices = &worker.welcome().devices;
+    let exact = devices.iter().position(|device| device.id == selector);
+    let exact = exact.or_else(|| selector.parse().ok().filter(|index| *index < devices.len()));
+    if let Some(index) = exact {
+        return Ok(devices[index].id.clone());
+    }
+    let wanted = selector.to_lowercase();
+    let mut found = devices.iter().filter(|device| device.name.to_lowercase().contains(&wanted));
+    match (found.next(), found.next()) {
+        (Some(one), None) => Ok(one.id.clone()),
+        (first, _) => {
+            let known: Vec<String> = devices.iter().map(|device| format!("{} {}", device.id, device.name)).collect();
+            let what = if first.is_none() { "has no device" } else { "has more than one device" };
+            Err(errors::usage(format!("{} {what} `{selector}`; it has {}", worker.name(), known.join(", "))))
+        }
+    }
+}

@@ -1,0 +1,479 @@
+//! A worker, as the head sees it: leased, told what to run, listened to.
+
+use std::fmt;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::Sender;
+use pp_shaders::Profile;
+use pp_transport::identity::{HostCertificate, PeerName, Role};
+use pp_transport::members::Member;
+use pp_transport::quic::{CONTROL, DialError, LinkPort, Node, Peer};
+use pp_transport::{LinkId, LinkLimits, Port, PortError};
+use thiserror::Error;
+
+use super::clock::Alignment;
+use super::control::{self, ControlError, DeviceInfo, Greeting, Holder, Plan, Purpose, ToHead, ToWorker, Welcome};
+use super::control_limits;
+use crate::backend::DeviceLimits;
+use crate::contract::{Build, Contract};
+use crate::pipeline::thread::Event;
+use crate::trace::{Nanos, Recorder, StageSpan};
+use crate::weights::LoadError;
+use crate::worker::{Counters, WorkerError};
+
+/// How long a worker may take to answer what costs it nothing.
+const ANSWER: Duration = Duration::from_secs(5);
+/// How often the clocks are compared, and somebody who waits looks at it.
+const PING: Duration = Duration::from_millis(300);
+
+/// Why a worker is not ours.
+#[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages say it")]
+pub enum LeaseError {
+    #[error("worker {worker}: {error}")]
+    Dial { worker: String, error: DialError },
+    #[error("worker {worker} is busy: held by {} since {}", .holder.head, time_of_day(.holder.since))]
+    Busy { worker: String, holder: Holder },
+    #[error("worker {worker} is being drained and takes nothing new")]
+    Draining { worker: String },
+    #[error("worker {worker}: {error}")]
+    Control { worker: String, error: ControlError },
+    #[error("worker {worker} went away while it was greeted{}", why(.reason))]
+    Gone { worker: String, reason: Option<String> },
+    #[error("worker {worker} did not answer within {seconds} s")]
+    Silent { worker: String, seconds: u64 },
+    #[error("worker {worker} refused: {reason}")]
+    Refused { worker: String, reason: String },
+}
+
+impl LeaseError {
+    /// Whether it may be otherwise in a moment.
+    pub fn may_pass(&self) -> bool {
+        match self {
+            LeaseError::Dial { error, .. } => error.may_pass(),
+            LeaseError::Busy { .. } | LeaseError::Gone { reason: None, .. } | LeaseError::Silent { .. } => true,
+            _ => false,
+        }
+    }
+}
+
+fn why(reason: &Option<String>) -> String {
+    reason.as_ref().map_or(String::new(), |reason| format!(": {reason}"))
+}
+
+/// `HH:MM:SS UTC` of Unix seconds.
+fn time_of_day(unix: u64) -> String {
+    let (hours, minutes, seconds) = (unix / 3600 % 24, unix / 60 % 60, unix % 60);
+    format!("{hours:02}:{minutes:02}:{seconds:02} UTC")
+}
+
+/// Numbers that nobody else draws.
+pub(crate) fn draw() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+/// Who hears what a worker says of a pipeline's stages.
+pub(crate) struct Listener {
+    pub(crate) events: Sender<Event>,
+    pub(crate) recorder: Arc<Recorder>,
+    /// Of the stages that are the worker's.
+    pub(crate) stages: Vec<(usize, Arc<Counters>)>,
+    /// What the worker must make of the model and the plan.
+    pub(crate) contract: Contract,
+}
+
+/// A worker that is connected. Dropping it gives it back.
+pub struct Worker {
+    name: String,
+    welcome: Welcome,
+    peer: Peer,
+    control: LinkPort,
+    shared: Arc<Shared>,
+    reader: Option<JoinHandle<()>>,
+    /// The endpoint lives as long as somebody needs the worker.
+    _node: Arc<Node>,
+}
+
+/// What the reader of the control link shares.
+struct Shared {
+    name: String,
+    listener: Mutex<Option<Listener>>,
+    /// The latest answer to something that has one.
+    answer: Mutex<Option<ToHead>>,
+    answered: Condvar,
+    alignment: Mutex<Alignment>,
+    /// Why it is gone.
+    gone: Mutex<Option<WorkerError>>,
+    stop: AtomicBool,
+    origin: Instant,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Worker {
+    /// Connects to `member` and introduces this process as `head`; with [`Purpose::Lease`] it is ours from then on.
+    ///
+    /// # Errors
+    /// [`LeaseError`].
+    ///
+    /// # Panics
+    /// When the member has no address: it is a head.
+    pub fn connect(
+        node: &Arc<Node>,
+        member: &Member,
+        head: &str,
+        purpose: Purpose,
+        patience: Duration,
+    ) -> Result<Worker, LeaseError> {
+        let name = member.name.to_string();
+        let address = member.address.as_ref().expect("workers have addresses");
+        let cluster = node.who().members.cluster();
+        let peer_name = PeerName { cluster, role: Role::Worker, name: member.name.clone() };
+        let peer = node
+            .dial(&peer_name, address, patience)
+            .map_err(|error| LeaseError::Dial { worker: name.clone(), error })?;
+        let control = peer.open(LinkId { session: draw(), link: CONTROL }, control_limits());
+        let gone = |peer: &Peer| LeaseError::Gone { worker: name.clone(), reason: peer.why_closed() };
+        let greeting = Greeting { build: Build::this(), head: head.to_owned(), purpose };
+        if control.send_frame(control::encode(&ToWorker::Greeting(greeting))).is_err() {
+            return Err(gone(&peer));
+        }
+        let answer = match control.receive_frame(ANSWER) {
+            Ok(arrival) => {
+                control::decode(&arrival.frame).map_err(|error| LeaseError::Control { worker: name.clone(), error })?
+            }
+            Err(PortError::Timeout { timeout }) if peer.why_closed().is_none() => {
+                return Err(LeaseError::Silent { worker: name, seconds: timeout.as_secs() });
+            }
+            Err(_) => return Err(gone(&peer)),
+        };
+        let welcome = match answer {
+            ToHead::Welcome(welcome) => *welcome,
+            ToHead::Busy(holder) => return Err(LeaseError::Busy { worker: name, holder }),
+            ToHead::Draining => return Err(LeaseError::Draining { worker: name }),
+            _ => {
+                let error = ControlError::Malformed { message: "it does not answer the greeting".to_owned() };
+                return Err(LeaseError::Control { worker: name, error });
+            }
+        };
+        Build::this().warn_if_different(&welcome.build, &format!("worker {name}"));
+        let shared = Arc::new(Shared {
+            name: name.clone(),
+            listener: Mutex::default(),
+            answer: Mutex::default(),
+            answered: Condvar::new(),
+            alignment: Mutex::default(),
+            gone: Mutex::default(),
+            stop: AtomicBool::new(false),
+            origin: Instant::now(),
+        });
+        let (reading, hears, at) = (shared.clone(), control.clone(), peer.clone());
+        let reader = std::thread::Builder::new()
+            .name(format!("worker-{name}"))
+            .spawn(move || reading.listen(&hears, &at))
+            .map_err(|error| LeaseError::Refused { worker: name.clone(), reason: error.to_string() })?;
+        Ok(Worker { name, welcome, peer, control, shared, reader: Some(reader), _node: node.clone() })
+    }
+
+    /// Its member's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it said when it was greeted.
+    pub fn welcome(&self) -> &Welcome {
+        &self.welcome
+    }
+
+    /// The certificate that it has shown, to be renewed.
+    pub fn certificate(&self) -> Option<HostCertificate> {
+        self.peer.certificate()
+    }
+
+    /// The shortest round trip of a small message through both programs, so far.
+    pub fn round_trip(&self) -> Option<Duration> {
+        locked(&self.shared.alignment).round_trip().map(Duration::from_nanos)
+    }
+
+    /// The largest UDP payload that passes.
+    pub fn mtu(&self) -> u16 {
+        self.peer.mtu()
+    }
+
+    /// Bytes a second that go there and back at once, measured with `blocks` blocks of [`control::ECHO_BYTES_MAX`].
+    ///
+    /// # Errors
+    /// [`LeaseError`] when it does not answer.
+    pub fn bandwidth(&self, blocks: usize) -> Result<f64, LeaseError> {
+        let started = Instant::now();
+        for _ in 0..blocks {
+            match self.ask(&ToWorker::Echo(vec![0x5a; control::ECHO_BYTES_MAX]))? {
+                ToHead::Echo(bytes) if bytes.len() == control::ECHO_BYTES_MAX => {}
+                _ => {
+                    let error = ControlError::Malformed { message: "an echo came back changed".to_owned() };
+                    return Err(LeaseError::Control { worker: self.name.clone(), error });
+                }
+            }
+        }
+        Ok((2 * blocks * control::ECHO_BYTES_MAX) as f64 / started.elapsed().as_secs_f64())
+    }
+
+    /// Gives it a member list, a certificate, or says that it is to be drained.
+    ///
+    /// # Errors
+    /// [`LeaseError`], [`LeaseError::Refused`] with its reason.
+    pub fn tell(&self, message: &ToWorker) -> Result<(), LeaseError> {
+        match self.ask(message)? {
+            ToHead::Done(Ok(())) => Ok(()),
+            ToHead::Done(Err(reason)) => Err(LeaseError::Refused { worker: self.name.clone(), reason }),
+            _ => {
+                let error = ControlError::Malformed { message: "an answer to another question".to_owned() };
+                Err(LeaseError::Control { worker: self.name.clone(), error })
+            }
+        }
+    }
+
+    /// A question and its answer, one at a time.
+    fn ask(&self, message: &ToWorker) -> Result<ToHead, LeaseError> {
+        *locked(&self.shared.answer) = None;
+        let gone = || LeaseError::Gone { worker: self.name.clone(), reason: self.peer.why_closed() };
+        self.send(message).map_err(|_| gone())?;
+        let until = Instant::now() + ANSWER;
+        let mut answer = locked(&self.shared.answer);
+        loop {
+            if let Some(answer) = answer.take() {
+                return Ok(answer);
+            }
+            if locked(&self.shared.gone).is_some() {
+                return Err(gone());
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(LeaseError::Silent { worker: self.name.clone(), seconds: ANSWER.as_secs() });
+            }
+            answer =
+                self.shared.answered.wait_timeout(answer, left.min(PING)).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn send(&self, message: &ToWorker) -> Result<(), PortError> {
+        self.control.send_frame(control::encode(message))
+    }
+
+    /// Tells it what to run, and who listens from now on.
+    pub(crate) fn prepare(&self, plan: Plan, listener: Listener) -> Result<(), WorkerError> {
+        *locked(&self.shared.listener) = Some(listener);
+        match locked(&self.shared.gone).clone() {
+            Some(error) => Err(error),
+            None => self.send(&ToWorker::Prepare(Box::new(plan))).map_err(|_| self.shared.lost(None, &self.peer)),
+        }
+    }
+
+    /// The links may be opened.
+    pub(crate) fn start(&self) {
+        // If it is gone, the reader says so.
+        let _ = self.send(&ToWorker::Start);
+    }
+
+    /// Frames of older epochs are to be dropped.
+    pub(crate) fn epoch(&self, epoch: u64) {
+        let _ = self.send(&ToWorker::Epoch(epoch));
+    }
+
+    /// The pipeline is not wanted any more.
+    pub(crate) fn release(&self) {
+        *locked(&self.shared.listener) = None;
+        let _ = self.send(&ToWorker::Release);
+    }
+
+    /// This end of a hop to or from one of its stages.
+    pub(crate) fn hop(&self, id: LinkId, limits: LinkLimits) -> Box<dyn Port> {
+        Box::new(self.peer.open(id, limits))
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        let _ = self.send(&ToWorker::Release);
+        if let Some(reader) = self.reader.take() {
+            let _ = reader.join();
+        }
+    }
+}
+
+impl Shared {
+    fn now(&self) -> Nanos {
+        self.origin.elapsed().as_nanos() as Nanos
+    }
+
+    fn lost(&self, error: Option<&PortError>, peer: &Peer) -> WorkerError {
+        let worker = self.name.clone();
+        match error {
+            Some(PortError::Lost { silent }) => WorkerError::Lost { worker, silent_ms: silent.as_millis() as u64 },
+            _ => WorkerError::Gone { worker, reason: peer.why_closed() },
+        }
+    }
+
+    /// Hears the worker until it is gone or nobody has it any more.
+    fn listen(&self, control: &LinkPort, peer: &Peer) {
+        let mut pinged = Instant::now() - PING;
+        while !self.stop.load(Ordering::Relaxed) {
+            if pinged.elapsed() >= PING {
+                pinged = Instant::now();
+                let _ = control.send_frame(control::encode(&ToWorker::Ping(self.now())));
+            }
+            match control.receive_frame(PING / 3) {
+                Ok(arrival) => {
+                    let back = self.now();
+                    match control::decode(&arrival.frame) {
+                        Ok(message) => self.hear(message, back),
+                        Err(error) => {
+                            let reason = Some(error.to_string());
+                            return self.end(WorkerError::Gone { worker: self.name.clone(), reason });
+                        }
+                    }
+                }
+                Err(PortError::Timeout { .. }) => {}
+                Err(error) => return self.end(self.lost(Some(&error), peer)),
+            }
+        }
+    }
+
+    fn end(&self, error: WorkerError) {
+        *locked(&self.gone) = Some(error.clone());
+        self.answered.notify_all();
+        if let Some(listener) = locked(&self.listener).as_ref() {
+            for (stage, _) in &listener.stages {
+                let _ = listener.events.send(Event::Failed(*stage, error.clone()));
+            }
+        }
+    }
+
+    fn hear(&self, message: ToHead, back: Nanos) {
+        match message {
+            ToHead::Pong(sent, there) => return locked(&self.alignment).add(sent, there, back),
+            ToHead::Welcome(_) | ToHead::Busy(_) | ToHead::Draining => return,
+            ToHead::Done(_) | ToHead::Echo(_) => {
+                *locked(&self.answer) = Some(message);
+                return self.answered.notify_all();
+            }
+            _ => {}
+        }
+        let listener = locked(&self.listener);
+        let Some(listener) = listener.as_ref() else { return };
+        let counters = |stage: usize| listener.stages.iter().find(|(index, _)| *index == stage);
+        let is_ours = |stage: usize| counters(stage).is_some();
+        let event = match message {
+            ToHead::Progress(stage, at) if is_ours(stage) => Event::Progress(stage, at),
+            ToHead::Ready(stage, mut report) if is_ours(stage) => {
+                report.worker = Some(self.name.clone());
+                listener.recorder.timed_by(stage, report.timestamps);
+                Event::Ready(stage, report)
+            }
+            ToHead::Linked(stage) if is_ours(stage) => Event::Linked(stage),
+            ToHead::LoadFailed(stage, error) if is_ours(stage) => Event::LoadFailed(stage, error),
+            ToHead::Failed(stage, error) if is_ours(stage) => Event::Failed(stage, error),
+            ToHead::Mismatch(theirs) => {
+                let stage = listener.stages.first().map_or(0, |(stage, _)| *stage);
+                let differences = listener.contract.differences(&theirs);
+                let text: Vec<String> = differences.iter().map(|difference| difference.to_string()).collect();
+                let message = format!("worker {} does not agree: {}", self.name, text.join("; "));
+                Event::LoadFailed(stage, LoadError::Refused { message })
+            }
+            ToHead::Spans(stage, spans) if is_ours(stage) => {
+                let alignment = locked(&self.alignment).clone();
+                let ahead = listener.recorder.at(self.origin);
+                for span in spans {
+                    listener.recorder.stage_done(stage, moved(span, |at| alignment.ours(at) + ahead));
+                }
+                return;
+            }
+            ToHead::Beats(beats) => {
+                for beat in beats {
+                    if let Some((_, counters)) = counters(beat.stage) {
+                        counters.set(&beat);
+                    }
+                }
+                return;
+            }
+            // Of a stage that it does not have.
+            _ => return,
+        };
+        let _ = listener.events.send(event);
+    }
+}
+
+pub(super) fn moved(span: StageSpan, ours: impl Fn(Nanos) -> Nanos) -> StageSpan {
+    StageSpan {
+        arrived: ours(span.arrived),
+        taken: ours(span.taken),
+        started: ours(span.started),
+        finished: ours(span.finished),
+        send_started: ours(span.send_started),
+        sent: ours(span.sent),
+        ..span
+    }
+}
+
+/// A device of a worker, as the head plans with it.
+#[derive(Clone)]
+pub struct RemoteDevice {
+    worker: Arc<Worker>,
+    info: DeviceInfo,
+    profile: Profile,
+}
+
+impl RemoteDevice {
+    /// The device `id` of a worker; without an id the worker's first.
+    ///
+    /// # Errors
+    /// [`LeaseError::Refused`] when there is no such device, or it has a profile that this program does not know.
+    pub fn of(worker: &Arc<Worker>, id: Option<&str>) -> Result<RemoteDevice, LeaseError> {
+        let refused = |reason: String| LeaseError::Refused { worker: worker.name.clone(), reason };
+        let devices = &worker.welcome.devices;
+        let found = match id {
+            Some(id) => devices.iter().find(|device| device.id == id),
+            None => devices.first(),
+        };
+        let info = found.cloned().ok_or_else(|| {
+            let known: Vec<&str> = devices.iter().map(|device| device.id.as_str()).collect();
+            refused(format!("it has no device {:?}; it has {}", id.unwrap_or("at all"), known.join(", ")))
+        })?;
+        let profile = Profile::named(&info.profile)
+            .ok_or_else(|| refused(format!("its profile {:?} is unknown", info.profile)))?;
+        Ok(RemoteDevice { worker: worker.clone(), info, profile })
+    }
+
+    /// The worker.
+    pub fn worker(&self) -> &Arc<Worker> {
+        &self.worker
+    }
+
+    /// What the worker says of it.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    /// Sizes of workgroups and tiles.
+    pub fn profile(&self) -> &Profile {
+        &self.profile
+    }
+
+    /// Limits of its buffers.
+    pub fn limits(&self) -> DeviceLimits {
+        self.info.limits
+    }
+}
+
+impl fmt::Debug for RemoteDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.worker.name, self.info.id)
+    }
+}

@@ -1,0 +1,99 @@
+use std::path::PathBuf;
+
+use super::*;
+use crate::cluster::control::{Beat, CONTROL_VERSION, Greeting, Holder, Purpose};
+use crate::contract::Build;
+use crate::message::{Candidate, LogitEdit, Output, OutputRequest, Outputs, Span, Step};
+use crate::trace::StageSpan;
+
+/// Puts what must be there for a fuzzer to begin with into the corpus, where `PP_FUZZ_SEEDS` is set; else all that is
+/// there goes through the target.
+fn check(target: &str, body: fn(&[u8]), seeds: &[Vec<u8>]) {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target);
+    if std::env::var_os("PP_FUZZ_SEEDS").is_some() {
+        std::fs::create_dir_all(&folder).unwrap();
+        for (at, seed) in seeds.iter().enumerate() {
+            std::fs::write(folder.join(format!("seed-{at}")), seed).unwrap();
+        }
+    }
+    seeds.iter().for_each(|seed| body(seed));
+    let mut count = 0;
+    for entry in std::fs::read_dir(&folder).unwrap() {
+        body(&std::fs::read(entry.unwrap().path()).unwrap());
+        count += 1;
+    }
+    assert!(count >= seeds.len(), "{count} files in {}, at least {} are made here", folder.display(), seeds.len());
+}
+
+#[test]
+fn the_corpus_of_control_is_borne() {
+    let said = |frame: Frame| frame.payload.to_vec();
+    let head = "user@desk".to_owned();
+    let greeting = Greeting { build: Build::this(), head: head.clone(), purpose: Purpose::Lease };
+    let to_worker = [
+        ToWorker::Greeting(greeting),
+        ToWorker::Start,
+        ToWorker::Epoch(3),
+        ToWorker::Release,
+        ToWorker::Ping(1 << 40),
+        ToWorker::Echo(vec![7; 20]),
+        ToWorker::Members(vec![1; 30]),
+        ToWorker::Certificate(vec![0x30; 30]),
+        ToWorker::Drain(true),
+    ];
+    let spans = vec![StageSpan { step: 4, arrived: 10, sent: 1 << 33, ..StageSpan::default() }; 2];
+    let to_head = [
+        ToHead::Busy(Holder { head, since: 1_900_000_000, stages: vec![(0, (0, 8), "0".to_owned())] }),
+        ToHead::Draining,
+        ToHead::Linked(1),
+        ToHead::Spans(1, spans),
+        ToHead::Beats(vec![Beat { stage: 1, begun: 300, ..Beat::default() }]),
+        ToHead::Pong(1, 1 << 50),
+        ToHead::Echo(vec![9; 20]),
+        ToHead::Done(Ok(())),
+        ToHead::Done(Err("it does not".to_owned())),
+    ];
+    let mut seeds: Vec<Vec<u8>> = to_worker.iter().map(|message| said(control::encode(message))).collect();
+    seeds.extend(to_head.iter().map(|message| said(control::encode(message))));
+    // Every kind, to be gone on with.
+    seeds.extend((0..16).map(|kind| [&CONTROL_VERSION.to_le_bytes()[..], &[kind], &[1; 40]].concat()));
+    check("control", super::control, &seeds);
+}
+
+#[test]
+fn the_corpus_of_payloads_is_borne() {
+    let request = OutputRequest {
+        row: 1,
+        target: 7,
+        top_k: 4,
+        inverse_temperature: 1.25,
+        whole_row: false,
+        edits: vec![LogitEdit::new(4, f32::NEG_INFINITY, 1.0, 0.0), LogitEdit::new(99, 0.5, 1.25, -2.0)],
+    };
+    let spans = vec![
+        Span { request: 0, sequence: 1, start: 31, count: 2, new_pages: vec![0, 3] },
+        Span { request: 0, sequence: 2, start: 255, count: 1, new_pages: vec![] },
+    ];
+    let first = Step { released: vec![7], spans, ids: vec![5, 6, 99], outputs: vec![request] };
+    let inner = Step { ids: vec![], ..first.clone() };
+    let hidden: Vec<f32> = (0..3 * LIMITS.hidden).map(|at| at as f32 * 0.25 - 9.0).collect();
+    let mut seeds = vec![[&[1][..], &encode_step(&first, &[], &LIMITS)].concat()];
+    for (kind, wire) in [(0, Wire::F32), (4, Wire::F16), (2, Wire::Q8)] {
+        assert_eq!(Wire::ALL[kind as usize % 3], wire);
+        seeds.push([&[kind][..], &encode_step(&inner, &hidden, &MessageLimits { wire, ..LIMITS })].concat());
+    }
+    let candidate = |id| Candidate { id, logit: 2.5, raw: 3.5 };
+    let output = Output {
+        lse: 9.0,
+        lse_processed: 7.0,
+        target_logit: 1.0,
+        best: vec![candidate(4), candidate(9)],
+        beside: vec![candidate(99)],
+        row: Some(vec![0.5; LIMITS.vocab]),
+    };
+    let short = Output { row: None, ..output.clone() };
+    for outputs in [vec![output], vec![short.clone(), short], vec![]] {
+        seeds.push([&[0][..], &encode_outputs(&Outputs { outputs })].concat());
+    }
+    check("payload", super::payload, &seeds);
+}

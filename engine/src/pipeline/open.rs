@@ -1,0 +1,354 @@
+//! How a pipeline comes to run: layouts, then loading on all stages at once, then the hops and their proof.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use pp_shaders::Profile;
+use pp_transport::quic::tuning;
+use pp_transport::{LinkId, LinkLimits, Port};
+
+use super::thread::{EDGE_PATIENCE, EVENTS_PER_STAGE, Event, Ports, StageThread};
+use super::{
+    Device, IN_FLIGHT_PER_STAGE, LOOK, Model, OnProgress, PATIENCE, Pipeline, PipelineError, PipelineOptions, Running,
+    StageName, StageReport,
+};
+use crate::checkpoint::Checkpoint;
+use crate::cluster::control::{Neighbour, Plan, Task};
+use crate::cluster::remote::{Listener, Worker, draw};
+use crate::contract::{Contract, ModelFacts};
+use crate::edge;
+use crate::layout::{StageLayout, StageOptions, StageSpec};
+use crate::stage::message_limits;
+use crate::trace::Recorder;
+use crate::weights::LoadError;
+use crate::worker::Counters;
+
+impl Pipeline {
+    /// Lays out, loads and starts a stage on each of `devices`, all at once.
+    ///
+    /// # Errors
+    /// [`PipelineError`], also when `cancel` is set while loading.
+    pub fn open(
+        checkpoint: &Arc<Checkpoint>,
+        specs: &[StageSpec],
+        options: StageOptions,
+        devices: &[Device],
+        progress: OnProgress<'_>,
+        cancel: &AtomicBool,
+    ) -> Result<Pipeline, PipelineError> {
+        Pipeline::open_with(checkpoint, specs, options, &PipelineOptions::default(), devices, progress, cancel)
+    }
+
+    /// As [`Pipeline::open`], with other links. Workers must find the model where they are.
+    ///
+    /// # Errors
+    /// As [`Pipeline::open`].
+    ///
+    /// # Panics
+    /// When links are to hold no frame, or there are workers and the options name no model.
+    pub fn open_with(
+        checkpoint: &Arc<Checkpoint>,
+        specs: &[StageSpec],
+        options: StageOptions,
+        between: &PipelineOptions,
+        devices: &[Device],
+        progress: OnProgress<'_>,
+        cancel: &AtomicBool,
+    ) -> Result<Pipeline, PipelineError> {
+        assert_eq!(specs.len(), devices.len(), "a device for every stage");
+        let stages: Vec<StageName> = specs.iter().zip(devices).map(|(spec, device)| name(spec, device)).collect();
+        if let Err(error) = StageSpec::check_cover(specs, checkpoint.config.layers) {
+            return Err(PipelineError::Layout { stage: stages[0].clone(), error: Box::new(error) });
+        }
+        let mut layouts = Vec::new();
+        for ((spec, device), stage) in specs.iter().zip(devices).zip(&stages) {
+            let layout = StageLayout::new(checkpoint, spec.clone(), options, device.profile(), device.limits());
+            layouts
+                .push(layout.map_err(|error| PipelineError::Layout { stage: stage.clone(), error: Box::new(error) })?);
+        }
+        let limits = message_limits(layouts.last().expect("a pipeline has stages"));
+        let in_flight_max = IN_FLIGHT_PER_STAGE * specs.len() + 1 + remote_hops(devices);
+        let links = Links {
+            session: draw(),
+            // The tail answers every frame; its link holds all that may be in flight, and one answer that was on its
+            // way when the head gave up what was in flight before: nobody waits for the head.
+            frames: between.link_frames.unwrap_or(in_flight_max + 1),
+            payload_bytes: limits.payload_bytes_max().max(edge::BLOCK_BYTES),
+        };
+        let (tell, events) = bounded(EVENTS_PER_STAGE * specs.len());
+        let recorder = Recorder::new(stages.iter().map(|stage| (stage.place(), stage.layers)));
+        let epoch = Arc::new(AtomicU64::new(1));
+        let mut opening = Opening {
+            counters: stages.iter().map(|_| Arc::default()).collect(),
+            running: Running { stop: Arc::default(), threads: Vec::new(), workers: workers(devices) },
+            waiting: stages.iter().map(|_| None).collect(),
+            devices: devices.to_vec(),
+            events,
+            stages,
+        };
+        opening.prepare(checkpoint, between.model.as_ref(), specs, options, &links, &tell, &recorder)?;
+        for (layout, device) in layouts.into_iter().zip(devices) {
+            let index = layout.spec.index;
+            if device.worker().is_some() {
+                continue;
+            }
+            let (give, ports) = bounded(1);
+            let thread = StageThread {
+                checkpoint: checkpoint.clone(),
+                device: device.clone(),
+                ports,
+                tell: tell.clone(),
+                stop: opening.running.stop.clone(),
+                counters: opening.counters[index].clone(),
+                recorder: recorder.clone(),
+                epoch: epoch.clone(),
+            };
+            let started = thread.start(layout);
+            opening.running.threads.push(started.map_err(|error| opening.no_thread(index, error))?);
+            opening.waiting[index] = Some(give);
+        }
+        let reports = opening.wait_until_loaded(progress, cancel)?;
+        let (mut to_first, mut from_tail) = opening.link(between, &links, in_flight_max)?;
+        opening.prove(to_first.as_mut(), from_tail.as_mut(), cancel)?;
+        let now = Instant::now();
+        Ok(Pipeline {
+            seen: vec![(0, now); opening.stages.len()],
+            stages: opening.stages,
+            reports,
+            counters: opening.counters,
+            recorder,
+            to_first,
+            from_tail,
+            events: opening.events,
+            running: opening.running,
+            limits,
+            epoch,
+            next_step: 0,
+            in_flight: VecDeque::new(),
+            heard: now,
+            in_flight_max,
+            patience: PATIENCE,
+        })
+    }
+}
+
+fn name(spec: &StageSpec, device: &Device) -> StageName {
+    let layers = (spec.layers.start, spec.layers.end);
+    StageName { index: spec.index, layers, device: device.name().into(), worker: device.worker().map(Into::into) }
+}
+
+/// The head's ends of the hop to the first stage, and of the one from the tail.
+type Ends = (Box<dyn Port>, Box<dyn Port>);
+
+/// Workers of these devices, each once.
+fn workers(devices: &[Device]) -> Vec<Arc<Worker>> {
+    let mut found: Vec<Arc<Worker>> = Vec::new();
+    for device in devices {
+        if let Device::Remote(device) = device
+            && !found.iter().any(|worker| Arc::ptr_eq(worker, device.worker()))
+        {
+            found.push(device.worker().clone());
+        }
+    }
+    found
+}
+
+/// Hops that cross hosts: what is on them is in no stage.
+fn remote_hops(devices: &[Device]) -> usize {
+    let home = |device: Option<&Device>| device.and_then(Device::worker);
+    (0..=devices.len()).filter(|hop| home(devices.get(*hop)) != home(hop.checked_sub(1).map(|i| &devices[i]))).count()
+}
+
+/// What hops between hosts have in common.
+struct Links {
+    session: u64,
+    frames: usize,
+    payload_bytes: usize,
+}
+
+impl Links {
+    fn id(&self, hop: usize) -> LinkId {
+        LinkId { session: self.session, link: hop as u32 }
+    }
+
+    fn limits(&self) -> LinkLimits {
+        LinkLimits { credits: self.frames as u64, payload_bytes: self.payload_bytes, silence: tuning::SILENCE }
+    }
+}
+
+/// A pipeline whose stages are there and not linked yet.
+struct Opening {
+    stages: Vec<StageName>,
+    counters: Vec<Arc<Counters>>,
+    events: Receiver<Event>,
+    devices: Vec<Device>,
+    /// Of each stage of this process: who waits for its ports.
+    waiting: Vec<Option<Sender<Ports>>>,
+    running: Running,
+}
+
+impl Opening {
+    fn no_thread(&self, stage: usize, error: std::io::Error) -> PipelineError {
+        PipelineError::Thread { stage: self.stages[stage].clone(), error }
+    }
+
+    /// What a stage says that goes wrong; nothing for all else.
+    fn wrong(&self, event: Event) -> Result<Event, PipelineError> {
+        let stage = |index: usize| self.stages[index].clone();
+        match event {
+            Event::LoadFailed(_, LoadError::Cancelled) => Err(PipelineError::Cancelled),
+            Event::LoadFailed(index, error) => Err(PipelineError::Load { stage: stage(index), error }),
+            Event::Failed(index, error) => Err(PipelineError::Stage { stage: stage(index), error }),
+            event => Ok(event),
+        }
+    }
+
+    fn wait_until_loaded(
+        &self,
+        progress: OnProgress<'_>,
+        cancel: &AtomicBool,
+    ) -> Result<Vec<StageReport>, PipelineError> {
+        let mut reports: Vec<Option<StageReport>> = vec![None; self.stages.len()];
+        while reports.iter().any(Option::is_none) {
+            if cancel.load(Ordering::Relaxed) {
+                return Err(PipelineError::Cancelled);
+            }
+            let Ok(event) = self.events.recv_timeout(LOOK) else { continue };
+            match self.wrong(event)? {
+                Event::Progress(stage, at) => progress(stage, at),
+                Event::Ready(stage, report) => reports[stage] = Some(*report),
+                _ => {}
+            }
+        }
+        Ok(reports.into_iter().flatten().collect())
+    }
+
+    /// Tells every worker which stages are its.
+    #[expect(clippy::too_many_arguments, reason = "all that a plan is made of")]
+    fn prepare(
+        &self,
+        checkpoint: &Checkpoint,
+        model: Option<&Model>,
+        specs: &[StageSpec],
+        options: StageOptions,
+        links: &Links,
+        tell: &Sender<Event>,
+        recorder: &Arc<Recorder>,
+    ) -> Result<(), PipelineError> {
+        if self.running.workers.is_empty() {
+            return Ok(());
+        }
+        let model = model.expect("a pipeline over workers says which model it is");
+        let profiles: Vec<Profile> = self.devices.iter().map(|device| *device.profile()).collect();
+        let contract = Contract::new(ModelFacts::of(checkpoint, model.digest), specs, options, &profiles);
+        for worker in &self.running.workers {
+            let is_its = |index: &usize| self.worker(*index).is_some_and(|other| Arc::ptr_eq(other, worker));
+            let mine: Vec<usize> = (0..specs.len()).filter(is_its).collect();
+            let neighbour = |index: Option<usize>| match index.and_then(|index| self.worker(index)) {
+                None => Neighbour::Head,
+                Some(other) if Arc::ptr_eq(other, worker) => Neighbour::Same,
+                Some(other) => Neighbour::Worker(other.name().to_owned()),
+            };
+            let task = |index: &usize| Task {
+                spec: specs[*index].clone(),
+                device: self.devices[*index].id(),
+                upstream: neighbour(index.checked_sub(1)),
+                downstream: neighbour(Some(index + 1)),
+            };
+            let plan = Plan {
+                session: links.session,
+                epoch: 1,
+                contract: contract.clone(),
+                model_bytes: model.bytes,
+                model_name: model.name.clone(),
+                tasks: mine.iter().map(task).collect(),
+                credits: links.frames as u64,
+                payload_bytes: links.payload_bytes as u64,
+            };
+            let listener = Listener {
+                events: tell.clone(),
+                recorder: recorder.clone(),
+                stages: mine.iter().map(|index| (*index, self.counters[*index].clone())).collect(),
+                contract: contract.clone(),
+            };
+            let told = worker.prepare(plan, listener);
+            told.map_err(|error| PipelineError::Stage { stage: self.stages[mine[0]].clone(), error })?;
+        }
+        Ok(())
+    }
+
+    /// The worker that a stage is on; none: this process, or the head.
+    fn worker(&self, stage: usize) -> Option<&Arc<Worker>> {
+        match self.devices.get(stage) {
+            Some(Device::Remote(device)) => Some(device.worker()),
+            _ => None,
+        }
+    }
+
+    /// Makes the hops; returns the head's ends.
+    fn link(&mut self, between: &PipelineOptions, links: &Links, in_flight_max: usize) -> Result<Ends, PipelineError> {
+        self.running.workers.iter().for_each(|worker| worker.start());
+        let hops = self.stages.len();
+        // The ends of this process, by hop.
+        let mut from: Vec<Option<Box<dyn Port>>> = (0..=hops).map(|_| None).collect();
+        let mut to: Vec<Option<Box<dyn Port>>> = (0..=hops).map(|_| None).collect();
+        for hop in 0..=hops {
+            match (hop.checked_sub(1).and_then(|stage| self.worker(stage)), self.worker(hop)) {
+                (None, None) => {
+                    let frames = if hop == hops { in_flight_max + 1 } else { links.frames };
+                    let link = between.link(hop, frames).map_err(|error| self.no_thread(hop.min(hops - 1), error))?;
+                    from[hop] = Some(Box::new(link.0));
+                    to[hop] = Some(Box::new(link.1));
+                }
+                (None, Some(worker)) => from[hop] = Some(worker.hop(links.id(hop), links.limits())),
+                (Some(worker), None) => to[hop] = Some(worker.hop(links.id(hop), links.limits())),
+                (Some(_), Some(_)) => {}
+            }
+        }
+        for (stage, waiting) in self.waiting.drain(..).enumerate() {
+            if let Some(waiting) = waiting {
+                let upstream = to[stage].take().expect("a stage here has both its ports here");
+                let downstream = from[stage + 1].take().expect("a stage here has both its ports here");
+                // Whoever is gone has said why.
+                let _ = waiting.send(Ports { upstream, downstream });
+            }
+        }
+        let ends = from[0].take().zip(to[hops].take());
+        Ok(ends.expect("the head is one end of the first and the last hop"))
+    }
+
+    /// The head's part of the proof of the hops ([`crate::edge`]), and that all stages have done theirs.
+    fn prove(
+        &self,
+        to_first: &mut dyn Port,
+        from_tail: &mut dyn Port,
+        cancel: &AtomicBool,
+    ) -> Result<(), PipelineError> {
+        let hops = self.stages.len();
+        let found = edge::send(to_first, 0)
+            .and_then(|()| edge::check(from_tail, hops, EDGE_PATIENCE))
+            .and_then(|()| edge::send(from_tail, hops))
+            .and_then(|()| edge::check(to_first, 0, EDGE_PATIENCE));
+        let mut linked = vec![false; hops];
+        let until = Instant::now() + if found.is_ok() { EDGE_PATIENCE } else { Duration::from_secs(1) };
+        while linked.contains(&false) && Instant::now() < until {
+            if cancel.load(Ordering::Relaxed) {
+                return Err(PipelineError::Cancelled);
+            }
+            let Ok(event) = self.events.recv_timeout(LOOK) else { continue };
+            if let Event::Linked(stage) = self.wrong(event)? {
+                linked[stage] = true;
+            }
+        }
+        found.map_err(PipelineError::Edge)?;
+        match linked.iter().position(|linked| !linked) {
+            Some(stage) => {
+                Err(PipelineError::Silent { stage: self.stages[stage].clone(), seconds: EDGE_PATIENCE.as_secs() })
+            }
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! The thread of a stage in this process: opens it, proves its hops, and lets the worker run. Whoever started it hears
+//! how it goes: the pipeline of the same process, or a session for a head elsewhere.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use pp_transport::Port;
+
+use super::{Device, StageReport};
+use crate::checkpoint::Checkpoint;
+use crate::edge::{self, EdgeError};
+use crate::layout::StageLayout;
+use crate::stage::Stage;
+use crate::trace::{Recorder, Timestamps};
+use crate::weights::{LoadError, LoadProgress};
+use crate::worker::{self, Counters, WorkerError, panic_message};
+
+/// What a stage may say before it waits for somebody to listen: its progress while it loads, and how it ended.
+pub const EVENTS_PER_STAGE: usize = 512;
+/// How long a hop may take to carry the block that proves it.
+pub const EDGE_PATIENCE: Duration = Duration::from_secs(30);
+/// How long a stage may take to end: the micro-batch that is on its device is finished first.
+const END_PATIENCE: Duration = Duration::from_secs(10);
+/// How often a stage that waits for its hops looks whether it should stop.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// What a stage says.
+pub enum Event {
+    /// It has loaded so much.
+    Progress(usize, LoadProgress),
+    /// It is loaded, and waits for its hops.
+    Ready(usize, Box<StageReport>),
+    /// Its hops are proved; it takes micro-batches.
+    Linked(usize),
+    /// It could not be loaded.
+    LoadFailed(usize, LoadError),
+    /// It stopped.
+    Failed(usize, WorkerError),
+}
+
+/// The ends of the hops that a stage stands between.
+pub struct Ports {
+    /// Micro-batches come from here.
+    pub upstream: Box<dyn Port>,
+    /// Results go here.
+    pub downstream: Box<dyn Port>,
+}
+
+/// Waits for threads of stages that were told to stop; one that a device keeps is left to itself. Says whether all ended.
+pub fn join(threads: &mut Vec<JoinHandle<()>>) -> bool {
+    let until = Instant::now() + END_PATIENCE;
+    while threads.iter().any(|thread| !thread.is_finished()) && Instant::now() < until {
+        std::thread::sleep(LOOK / 10);
+    }
+    let before = threads.len();
+    let ended = threads.extract_if(.., |thread| thread.is_finished()).filter_map(|thread| thread.join().ok()).count();
+    threads.clear();
+    ended == before
+}
+
+/// All that a stage's thread takes with it.
+pub struct StageThread {
+    /// The model.
+    pub checkpoint: Arc<Checkpoint>,
+    /// What it runs on, a device of this process.
+    pub device: Device,
+    /// Where its hops come from once they are there.
+    pub ports: Receiver<Ports>,
+    /// Who listens.
+    pub tell: Sender<Event>,
+    /// Ends it.
+    pub stop: Arc<AtomicBool>,
+    /// What it has done.
+    pub counters: Arc<Counters>,
+    /// Where it writes what it did when.
+    pub recorder: Arc<Recorder>,
+    /// Frames of an older epoch are dropped.
+    pub epoch: Arc<AtomicU64>,
+}
+
+impl StageThread {
+    /// Starts the thread of the stage that `layout` describes.
+    ///
+    /// # Errors
+    /// When the system starts no thread.
+    pub fn start(self, layout: StageLayout) -> std::io::Result<JoinHandle<()>> {
+        let name = format!("stage-{}", layout.spec.index);
+        std::thread::Builder::new().name(name).spawn(move || self.run(layout))
+    }
+
+    fn run(self, layout: StageLayout) {
+        let index = layout.spec.index;
+        let tell = self.tell.clone();
+        let work = std::panic::AssertUnwindSafe(|| {
+            let mut stage = match self.open(layout) {
+                Ok(stage) => stage,
+                Err(error) => return self.say(Event::LoadFailed(index, error)),
+            };
+            if let Err(error) = self.serve(&mut stage) {
+                self.say(Event::Failed(index, error));
+            }
+        });
+        if let Err(panic) = std::panic::catch_unwind(work) {
+            let _ = tell.send(Event::Failed(index, WorkerError::Panic(panic_message(panic.as_ref()))));
+        }
+    }
+
+    /// Somebody hears it, or nobody is interested any more.
+    fn say(&self, event: Event) {
+        let _ = self.tell.send(event);
+    }
+
+    fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    fn open(&self, layout: StageLayout) -> Result<Stage, LoadError> {
+        let started = Instant::now();
+        let index = layout.spec.index;
+        let report = StageReport {
+            spec: layout.spec.clone(),
+            device: self.device.name(),
+            device_id: self.device.id(),
+            worker: None,
+            read_bytes: 0,
+            weight_bytes: layout.weight_bytes(),
+            kv_bytes: layout.kv_bytes(),
+            work_bytes: layout.work_bytes(),
+            allocated_bytes: 0,
+            widened: layout.widened().iter().map(|(from, to, n)| ((*from).to_owned(), (*to).to_owned(), *n)).collect(),
+            load_seconds: 0.0,
+            timestamps: Timestamps::default(),
+        };
+        // Beside the loading, which mostly waits for files.
+        let device = self.device.clone();
+        let trusted = std::thread::Builder::new().name("self-test".to_owned()).spawn(move || device.trusted());
+        let backend = self.device.open()?;
+        let mut told = 0;
+        let mut progress = |at: LoadProgress| {
+            // A bar needs no more than a few hundred updates.
+            if at.read_bytes - told >= (at.total_bytes / 256).max(1) || at.read_bytes == at.total_bytes {
+                told = at.read_bytes;
+                self.say(Event::Progress(index, at));
+            }
+            !self.stopped()
+        };
+        let stage = Stage::open(&self.checkpoint, layout, backend, &mut progress)?;
+        match trusted.map(JoinHandle::join) {
+            Ok(Ok(found)) => found?,
+            Ok(Err(panic)) => return Err(LoadError::Untrusted { message: panic_message(panic.as_ref()) }),
+            Err(error) => return Err(LoadError::Untrusted { message: error.to_string() }),
+        }
+        self.say(Event::Ready(
+            index,
+            Box::new(StageReport {
+                read_bytes: stage.read_bytes(),
+                allocated_bytes: stage.backend().allocated_bytes(),
+                load_seconds: started.elapsed().as_secs_f64(),
+                timestamps: stage.backend().timestamps(),
+                ..report
+            }),
+        ));
+        Ok(stage)
+    }
+
+    /// Takes its hops, proves them and works until it is stopped.
+    fn serve(&self, stage: &mut Stage) -> Result<(), WorkerError> {
+        let mut ports = loop {
+            match self.ports.recv_timeout(LOOK) {
+                Ok(ports) => break ports,
+                Err(RecvTimeoutError::Timeout) if !self.stopped() => {}
+                Err(_) => return Ok(()),
+            }
+        };
+        let index = stage.layout().spec.index;
+        match prove(&mut ports, index) {
+            Ok(()) => self.say(Event::Linked(index)),
+            Err(_) if self.stopped() => return Ok(()),
+            Err((hop, error)) => return Err(WorkerError::Edge { hop, error }),
+        }
+        worker::run(
+            stage,
+            ports.upstream.as_mut(),
+            ports.downstream.as_mut(),
+            &self.epoch,
+            &self.counters,
+            &self.recorder,
+            &self.stop,
+        )
+    }
+}
+
+/// Sends the block of the hop behind the stage, hands that of the hop before it back, and takes its own back. All
+/// stages do it at once, and so do both ends of the head.
+fn prove(ports: &mut Ports, index: usize) -> Result<(), (usize, EdgeError)> {
+    let at = |hop: usize| move |error| (hop, error);
+    edge::send(ports.downstream.as_mut(), index + 1).map_err(at(index + 1))?;
+    edge::check(ports.upstream.as_mut(), index, EDGE_PATIENCE).map_err(at(index))?;
+    edge::send(ports.upstream.as_mut(), index).map_err(at(index))?;
+    edge::check(ports.downstream.as_mut(), index + 1, EDGE_PATIENCE).map_err(at(index + 1))
+}

@@ -1,0 +1,22 @@
+//! Links between hosts, over QUIC.
+//!
+//! A [`Node`] is one host's endpoint with an I/O thread of its own, so that signs of life go out whatever the stages
+//! do. One connection leads to each neighbour; [`Peer`] is the end that dialled it and dials again when it is lost.
+//! Links ([`crate::link::Link`]) lie on it: the control link on a bidirectional stream, links for data on one
+//! unidirectional stream each way. [`LinkPort`] is an end of a link, for threads.
+//!
+//! Nothing of a peer is read before TLS has proved that it is a member of the cluster, and the member list still names
+//! it. What a peer then does wrong costs it its connection.
+
+pub mod joining;
+mod line;
+mod node;
+mod peer;
+mod port;
+#[cfg(test)]
+mod tests;
+pub mod tuning;
+
+pub use node::{CONTROL, Joined, Node, NodeError, WhoAmI};
+pub use peer::{DialError, Peer};
+pub use port::LinkPort;
