@@ -373,20 +373,21 @@ impl Pipeline {
     /// none computes and nothing comes.
     fn check_progress(&mut self) -> Result<(), PipelineError> {
         let now = Instant::now();
-        let (mut waited, mut computing) = (now - self.heard, false);
+        let waited = now - self.heard;
+        let mut computing = false;
         for (index, (counters, (steps, since))) in self.counters.iter().zip(&mut self.seen).enumerate() {
             let (begun, done) = counters.progress();
             if begun == done || done != *steps {
                 (*steps, *since) = (done, now.max(*since));
             }
-            let busy = now - *since;
+            // Nobody has looked while the pipe was empty.
+            let busy = now - self.heard.max(*since);
             let is_preparing = counters.preparing.load(Ordering::Relaxed);
             let patience = if is_preparing { self.patience.max(PATIENCE) } else { self.patience };
             if begun > done && busy > patience {
                 return Err(PipelineError::Wedged { stage: self.stages[index].clone(), seconds: busy.as_secs() });
             }
             computing |= begun > done;
-            waited = waited.min(if begun > done { Duration::ZERO } else { waited });
         }
         if self.in_flight.is_empty() || computing || waited <= SILENT_TIMES * self.patience {
             return Ok(());

@@ -57,6 +57,9 @@ fn a_wedged_stage_is_named_and_the_head_goes_on_with_another_pipeline() {
     let mut head = Head::new(open(), tokenizer(&checkpoint), HeadOptions::default());
     // Enough for the costs to be known.
     head.generate_all(vec![plain(4, 40)], &AtomicBool::new(false)).unwrap();
+    // A pipe that was empty for long is none that hangs.
+    std::thread::sleep(Duration::from_secs(6));
+    head.generate_all(vec![plain(4, 40)], &AtomicBool::new(false)).unwrap();
     hold.store(true, Ordering::Relaxed);
     for _ in 0..3 {
         head.submit(plain(4, 40)).unwrap();
