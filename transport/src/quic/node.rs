@@ -147,12 +147,6 @@ impl Node {
 
     /// Another member list; who is not on it any more is cut off.
     pub fn set_members(&self, members: Members) {
-        let ports: Vec<Arc<Shared>> = locked(&self.inner.ports).values().cloned().collect();
-        for port in ports {
-            if members.knows(&port.peer).is_err() {
-                port.end();
-            }
-        }
         // Under the lock, so that a handshake that is done now asks this list or is seen here.
         let lines = locked(&self.inner.lines);
         for line in lines.iter() {
@@ -160,7 +154,15 @@ impl Node {
                 line.cut(Close::NotMember, &refusal);
             }
         }
-        locked(&self.inner.who).members = members;
+        locked(&self.inner.who).members = members.clone();
+        drop(lines);
+        // Those that have no connection, too.
+        let ports: Vec<Arc<Shared>> = locked(&self.inner.ports).values().cloned().collect();
+        for port in ports {
+            if members.knows(&port.peer).is_err() {
+                port.end();
+            }
+        }
     }
 
     /// Another certificate of the same key, for connections from now on.
@@ -388,6 +390,8 @@ impl Inner {
         }
         tracing::debug!(peer = %line.peer, why = line.why_closed(), "a connection is gone");
         locked(&self.lines).retain(|other| !Arc::ptr_eq(other, &line));
+        let ports: Vec<Arc<Shared>> = locked(&self.ports).values().cloned().collect();
+        ports.iter().for_each(|port| port.line_closed(&line));
     }
 
     /// A stream that the other end has opened: reads its first message and gives it to the link that it names.
@@ -402,7 +406,7 @@ impl Inner {
         match self.link_of(&line, &hello, answer.is_some()) {
             Ok(Some(port)) if port.dials => port.read(line, stream, hello.generation, Some(hello)).await,
             Ok(Some(port)) => {
-                let Some(turn) = port.connected(hello.generation) else { return };
+                let Some(turn) = port.connected(hello.generation, &line) else { return };
                 self.spawn(answer_on(port.clone(), line.clone(), answer, turn));
                 port.read(line, stream, hello.generation, Some(hello)).await;
             }
@@ -451,7 +455,7 @@ impl Inner {
 
     /// Opens the streams of a link on a connection that was dialled, the one of that number.
     pub(super) async fn open(self: Arc<Inner>, port: Arc<Shared>, line: Arc<Line>, number: u64) {
-        let Some(turn) = port.connected(number) else { return };
+        let Some(turn) = port.connected(number, &line) else { return };
         if port.id.link != CONTROL {
             match line.connection.open_uni().await {
                 Ok(send) => port.write(line, send, turn).await,

@@ -1,6 +1,6 @@
 //! An end of a link for threads: a [`Link`] behind a lock, moved by tasks of the I/O thread.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -60,7 +60,9 @@ struct State {
     /// Wakes the writer of the latest connection. Each has its own, so none takes another's call.
     writer: Arc<Notify>,
     writers: usize,
-    /// Whether somebody reads the latest connection.
+    /// The latest connection.
+    line: Weak<Line>,
+    /// Whether somebody reads it.
     has_reader: bool,
     /// Until when the timer sleeps.
     planned: Option<Instant>,
@@ -278,7 +280,7 @@ impl Shared {
     }
 
     /// Fresh streams are there, of a connection that `generation` counts; nothing where the link has no use for them.
-    pub(super) fn connected(&self, generation: u64) -> Option<Turn> {
+    pub(super) fn connected(&self, generation: u64, line: &Arc<Line>) -> Option<Turn> {
         let now = Instant::now();
         let mut state = self.lock();
         if state.is_ended {
@@ -291,7 +293,7 @@ impl Shared {
         let call = Arc::new(Notify::new());
         // The writer before finds that it has been replaced.
         std::mem::replace(&mut state.writer, call.clone()).notify_one();
-        state.has_reader = false;
+        (state.line, state.has_reader) = (Arc::downgrade(line), false);
         drop(state);
         self.changed.notify_all();
         self.ends.notify_waiters();
@@ -314,6 +316,18 @@ impl Shared {
         }
         self.changed.notify_all();
         self.ends.notify_waiters();
+    }
+
+    /// The connection is closed. Where it was the link and an end wanted it so, the link is over, too; whoever still
+    /// reads what has come says so.
+    pub(super) fn line_closed(&self, line: &Line) {
+        let is_its = {
+            let state = self.lock();
+            !state.has_reader && std::ptr::eq(state.line.as_ptr(), line)
+        };
+        if is_its && line.is_over() {
+            self.end();
+        }
     }
 
     /// Lets the link know what time it is, until it is over.
@@ -445,6 +459,13 @@ impl Shared {
             line.cut(Close::Protocol, &error);
         }
         self.disconnected(generation, &line);
+        let mut state = self.lock();
+        state.has_reader &= !std::ptr::eq(state.line.as_ptr(), &*line);
+        drop(state);
+        // It may have been closed since.
+        if line.is_closed() {
+            self.line_closed(&line);
+        }
     }
 
     async fn read_on(

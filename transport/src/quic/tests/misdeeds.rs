@@ -5,7 +5,7 @@ use quinn::{Connection, ConnectionError, Endpoint, SendStream};
 
 use super::*;
 use crate::frame::HEADER_BYTES;
-use crate::link::{Ack, Hello, Message};
+use crate::link::{Ack, Hello, LinkState, Message};
 
 /// A worker's link to a head that goes on, whatever a third one does to the worker.
 struct Scene {
@@ -154,6 +154,20 @@ fn what_is_only_late_or_gone_costs_nothing() {
     assert!(rogue.connection.close_reason().is_none());
     drop(live);
     scene.check_others();
+}
+
+#[test]
+fn a_stream_that_ends_before_its_connection_is_the_end_of_the_link_when_that_closes() {
+    let scene = Scene::new();
+    let own = scene.pair.rig.expect(id(5), scene.rogue.name().clone(), PATIENT);
+    let rogue = scene.come();
+    let mut stream = scene.runtime.block_on(open(&rogue, &hello(5, 0)));
+    soon("the link is up", || own.state() == Some(LinkState::Up));
+    stream.reset(0u32.into()).unwrap();
+    soon("the link is down", || own.state() != Some(LinkState::Up));
+    assert_eq!(own.receive_frame(Duration::ZERO), Err(PortError::Timeout { timeout: Duration::ZERO }));
+    rogue.connection.close(0u32.into(), b"enough");
+    assert_eq!(own.receive_frame(LONG), Err(PortError::Closed));
 }
 
 async fn open(rogue: &Rogue, bytes: &[u8]) -> SendStream {
