@@ -275,6 +275,8 @@ impl Pipeline {
         if self.in_flight.is_empty() {
             self.heard = Instant::now();
         }
+        // What was expected of other micro-batches says nothing of this one.
+        self.patience = PATIENCE;
         self.in_flight.push_back((number, step.outputs.len()));
         self.next_step += 1;
         Ok(number)
@@ -361,7 +363,7 @@ impl Pipeline {
         }
     }
 
-    /// How long a stage may compute one micro-batch from now on before it is taken for wedged.
+    /// How long a stage may compute one micro-batch before it is taken for wedged, until the next one is sent.
     pub fn set_patience(&mut self, patience: Duration) {
         self.patience = patience;
     }
