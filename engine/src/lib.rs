@@ -1,7 +1,7 @@
 //! What a stage of a pipeline computes, and the policies around it.
 //!
-//! The engine is synchronous: a stage is one thread that owns its device. It knows neither the command line nor the
-//! network; frames cross stages through `pp_transport::Port`.
+//! The engine is synchronous: a stage is one thread that owns its device. It does not know the command line; frames cross
+//! stages through `pp_transport::Port`, in this process or to workers on other hosts ([`cluster`]).
 //!
 //! The data path, one file a step: [`checkpoint`] and [`config`] → [`split`] → [`layout`] → [`weights`] (+ [`quant`]) →
 //! [`arch`] → [`program`] → [`stage`] on a [`backend`] → port → next stage … → tail → port → [`head`], which samples.
