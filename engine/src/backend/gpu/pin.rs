@@ -2,7 +2,8 @@
 //!
 //! The driver hands a dispatch to one thread a core and waits for all of them. A dispatch of a decode step takes some
 //! hundred microseconds: less than the scheduler waits before it moves a thread to an idle core, so that two workers
-//! woken on one core stay there and take turns. Pinned, a decode step takes 30 ms where it took 33 to 50.
+//! woken on one core stay there and take turns. Pinned, a decode step takes 30 ms where it took 33 to 50. Where the
+//! driver was told to take fewer threads (`LP_NUM_THREADS`), the scheduler places them.
 
 /// Pins the workers, once a process. To be called by the thread that has just opened the process's first device: the
 /// driver starts its workers then, after those called `llvmpipe-…`, and they inherit that thread's name.
@@ -29,7 +30,9 @@ fn pin() {
     let own_name = name(own_id);
     let workers: Vec<i32> =
         ids[last_named + 1..].iter().copied().filter(|id| *id != own_id && name(*id) == own_name).collect();
-    if cores.len() < 2 || workers.len() > cores.len() {
+    // As many as there are cores, or it is not known which of them others want: processes with a thread each would all
+    // take the first core.
+    if cores.len() < 2 || workers.len() != cores.len() {
         return;
     }
     for (worker, core) in workers.into_iter().zip(cores) {
