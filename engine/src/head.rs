@@ -98,6 +98,8 @@ struct Measured {
     attended: f64,
     /// Seconds that the head took for it.
     overhead: f64,
+    /// When it was sent and when its answer was there.
+    away: (Nanos, Nanos),
 }
 
 struct InFlight {
@@ -108,6 +110,7 @@ struct InFlight {
     expected: Option<f64>,
     /// Whose prompt is done up to where.
     prefilled: Vec<(RequestId, usize)>,
+    sent: Nanos,
     /// Seconds that the head took to form it.
     forming: f64,
 }
@@ -144,11 +147,12 @@ impl Head {
             prefix_cache: options.prefix_cache,
             groups: options.groups,
         };
+        let shares = pipeline.shares().to_vec();
         let recorder = pipeline.recorder().clone();
         Head {
             pipeline,
             tokenizer,
-            scheduler: Scheduler::new(limits),
+            scheduler: Scheduler::new(limits).with_shares(shares),
             recorder,
             running: HashMap::new(),
             in_flight: VecDeque::new(),
@@ -299,7 +303,7 @@ impl Head {
         self.account(waiting);
         let Some((outputs, at)) = received? else { return Ok(Turn::Quiet) };
         let answered = self.recorder.at(at);
-        let step = self.answered(outputs, say)?;
+        let step = self.answered(outputs, answered, say)?;
         self.account(HeadState::Working);
         if let Some(step) = step {
             self.recorder.answered(step, answered, self.accounted);
@@ -373,6 +377,7 @@ impl Head {
             attended: seen,
             expected,
             prefilled,
+            sent,
             forming: (sent - formed) as f64 * 1e-9,
         });
         if !step.ids.is_empty() {
@@ -391,7 +396,7 @@ impl Head {
     }
 
     /// Draws what an answer of the pipe allows. Returns its step, unless that computed nothing.
-    fn answered(&mut self, outputs: Outputs, say: &mut dyn FnMut(Event)) -> Result<Option<u64>, HeadError> {
+    fn answered(&mut self, outputs: Outputs, at: Nanos, say: &mut dyn FnMut(Event)) -> Result<Option<u64>, HeadError> {
         let begun = Instant::now();
         let flight = self.in_flight.pop_front().expect("the pipe answers what was sent");
         for (request, done) in flight.prefilled {
@@ -416,21 +421,26 @@ impl Head {
             return Ok(None);
         }
         let overhead = flight.forming + begun.elapsed().as_secs_f64();
-        let InFlight { step, tokens, attended, .. } = flight;
-        self.unmeasured.push_back(Measured { step, tokens, attended, overhead });
+        let InFlight { step, tokens, attended, sent, .. } = flight;
+        self.unmeasured.push_back(Measured { step, tokens, attended, overhead, away: (sent, at) });
         self.learn();
         Ok(Some(step))
     }
 
     /// Gives the scheduler what all stages have told.
     fn learn(&mut self) {
-        let stages = self.pipeline.reports().len();
+        let shares = self.pipeline.shares();
+        // What stages on the same took from each other is known once those behind have told, too.
+        let behind = if shares.is_empty() { 0 } else { self.pipeline.reports().len() };
         while let Some(oldest) = self.unmeasured.front() {
-            let seconds = self.recorder.step_seconds(oldest.step);
-            if seconds.len() < stages && self.unmeasured.len() <= UNMEASURED_MAX {
+            let is_told = self.unmeasured.get(behind).is_some_and(|later| self.recorder.knows(later.step));
+            if !is_told && self.unmeasured.len() <= UNMEASURED_MAX {
                 break;
             }
-            self.scheduler.measured(oldest.tokens, oldest.attended, &seconds, oldest.overhead);
+            if let Some(took) = self.recorder.step(oldest.step, oldest.away, shares) {
+                let beyond = oldest.overhead + took.hops;
+                self.scheduler.measured(oldest.tokens, oldest.attended, &took.alone, beyond);
+            }
             self.unmeasured.pop_front();
         }
     }

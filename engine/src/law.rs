@@ -5,11 +5,13 @@
 
 mod chunks;
 mod fit;
+mod share;
 
 use serde::{Deserialize, Serialize};
 
 pub use chunks::{best_chunks, chunks, prefill};
 pub use fit::Fit;
+pub use share::{Share, Use, alone_seconds, shares};
 
 /// What a stage takes for x tokens behind a context of L: α + βx + a(2Lx + x²).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -105,6 +107,8 @@ pub struct Ring<'a> {
     pub back: HopCost,
     /// t_s: seconds that the head works on a group, between its answer and its next step.
     pub sampling: f64,
+    /// Stages that take what they compute on from each other. Their costs are those of each alone.
+    pub shares: &'a [Share],
 }
 
 impl Ring<'_> {
@@ -113,9 +117,15 @@ impl Ring<'_> {
         through(self.stages, self.hops, b) + self.back.seconds(b) + self.sampling
     }
 
-    /// max(t_max, s_max, t_s): seconds between two groups at best.
+    /// max(t_max, s_max, t_s, Σwt/C of each share): seconds between two groups at best.
     pub fn pace(&self, b: f64) -> f64 {
-        pace(self.stages, self.hops, b).max(self.back.occupied(b)).max(self.sampling)
+        let shared = self.shared(|stage| stage.step(b)).fold(self.sampling, f64::max);
+        pace(self.stages, self.hops, b).max(self.back.occupied(b)).max(shared)
+    }
+
+    /// Σwt/C: seconds that what is shared takes for all its stages' work, where each takes `seconds` alone.
+    fn shared(&self, seconds: impl Fn(&StageCost) -> f64) -> impl Iterator<Item = f64> {
+        self.shares.iter().map(move |share| share.seconds(|stage| self.stages.get(stage).map_or(0.0, &seconds)))
     }
 
     /// R = max(L, M·pace): seconds of a round, which is the time per token of every sequence.
@@ -141,11 +151,12 @@ impl Ring<'_> {
         (groups * (1.0 - 1e-12)).ceil().max(1.0) as usize
     }
 
-    /// R = max(L(⌈D/M⌉), max(Mα + βD), sD): seconds of a round of D `sequences` in M `groups` that are as equal as can
-    /// be; the largest goes round the slowest.
+    /// R = max(L(⌈D/M⌉), max(Mα + βD), sD, Σw(Mα + βD)/C): seconds of a round of D `sequences` in M `groups` that are as
+    /// equal as can be; the largest goes round the slowest.
     pub fn round_of(&self, sequences: usize, groups: usize) -> f64 {
         let (d, m) = (sequences as f64, groups as f64);
-        let stages = self.stages.iter().map(|stage| m * stage.alpha + d * stage.beta);
+        let all_groups = |stage: &StageCost| m * stage.alpha + d * stage.beta;
+        let stages = self.stages.iter().map(all_groups).chain(self.shared(all_groups));
         let lines = self.hops.iter().chain([&self.back]).map(|hop| hop.occupied(d));
         stages.chain(lines).fold(self.loop_seconds(sequences.div_ceil(groups) as f64), f64::max)
     }
@@ -156,7 +167,7 @@ impl Ring<'_> {
 /// Every group reads the weights again, and fewer groups than M* leave stages idle. Of equally good numbers the
 /// smallest. `back` is the way from the tail over the head to the first stage.
 pub fn best_groups(sequences: usize, stages: &[StageCost], hops: &[HopCost], back: HopCost) -> usize {
-    let ring = Ring { stages, hops, back, sampling: 0.0 };
+    let ring = Ring { stages, hops, back, sampling: 0.0, shares: &[] };
     let rounds = (1..=sequences).map(|groups| (groups, ring.round_of(sequences, groups)));
     let best = rounds.reduce(|best, next| if next.1 < best.1 * (1.0 - 1e-9) { next } else { best });
     best.map_or(1, |(groups, _)| groups)

@@ -4,6 +4,7 @@
 mod device;
 mod open;
 pub(crate) mod thread;
+mod uses;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,6 +24,7 @@ use crate::backend::DeviceError;
 use crate::cluster::remote::Worker;
 use crate::digest::Digest;
 use crate::edge::EdgeError;
+use crate::law::Share;
 use crate::layout::{LayoutError, StageSpec};
 use crate::message::{self, MessageError, MessageLimits, Outputs, Step};
 use crate::stage::StepError;
@@ -188,6 +190,7 @@ pub struct Pipeline {
     reports: Vec<StageReport>,
     counters: Vec<Arc<Counters>>,
     recorder: Arc<Recorder>,
+    shares: Vec<Share>,
     // Dropped before the stages are waited for: whoever waits to hand something on is let go.
     to_first: Box<dyn Port>,
     from_tail: Box<dyn Port>,
@@ -245,6 +248,11 @@ impl Pipeline {
     /// Where the stages write what they did when; its clock began when the pipeline was opened.
     pub fn recorder(&self) -> &Arc<Recorder> {
         &self.recorder
+    }
+
+    /// What stages take from each other.
+    pub fn shares(&self) -> &[Share] {
+        &self.shares
     }
 
     /// Micro-batches that may be sent before an answer must be taken.

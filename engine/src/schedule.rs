@@ -18,6 +18,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use pp_shaders::PAGE;
 
+use crate::law::Share;
 use crate::trace::Nanos;
 use cost::{Costs, Fits};
 pub use job::{Batch, Choice, Job, Limits, Next, Part, Refused, RequestId, Status};
@@ -96,7 +97,7 @@ impl Scheduler {
         assert!(all.iter().all(|limit| *limit > 0) && limits.in_flight > 0, "limits are positive: {limits:?}");
         Scheduler {
             pages: Pages::new(limits.pages, limits.prefix_cache),
-            fits: Fits::new(limits.stages),
+            fits: Fits::new(limits.stages, Vec::new()),
             chunk: limits.batch_tokens,
             limits,
             sequences: BTreeMap::new(),
@@ -519,7 +520,13 @@ impl Scheduler {
         self.sequences.values().filter_map(|sequence| sequence.deadline).min()
     }
 
-    /// A micro-batch of `tokens` tokens took `seconds` on each stage; `overhead` seconds beyond them until the next
+    /// The same for a pipeline whose stages take from each other what they compute on.
+    pub fn with_shares(mut self, shares: Vec<Share>) -> Scheduler {
+        self.fits = Fits::new(self.limits.stages, shares);
+        self
+    }
+
+    /// A micro-batch of `tokens` tokens took `seconds` on each stage, had it been alone; `overhead` seconds beyond them until the next
     /// could be formed.
     pub fn measured(&mut self, tokens: usize, attended: f64, seconds: &[f64], overhead: f64) {
         self.fits.add(tokens, attended, seconds, overhead);

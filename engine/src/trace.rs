@@ -15,6 +15,8 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
+use crate::law::{Share, alone_seconds};
+
 /// Micro-batches that a stage's ring and the head's remember.
 pub const RING: usize = 1 << 16;
 
@@ -139,6 +141,18 @@ pub struct Trace {
     pub dropped: u64,
 }
 
+/// Spans before and after one that may overlap with it.
+const NEAR: usize = 64;
+
+/// What stages took for a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepSeconds {
+    /// Seconds that each was busy, or would have been had nobody else computed on the same.
+    pub alone: Vec<f64>,
+    /// Seconds on the hops: to the first stage, between stages, and from the last.
+    pub hops: f64,
+}
+
 /// A ring that forgets the oldest.
 #[derive(Debug)]
 struct Ring<T> {
@@ -261,14 +275,32 @@ impl Recorder {
         }
     }
 
-    /// Seconds that each stage was busy with a step, as far as that is remembered.
-    pub fn step_seconds(&self, step: u64) -> Vec<f64> {
-        let stages = self.stages.iter().filter_map(|(_, _, ring)| {
-            let spans = locked(ring);
-            let span = spans.ring.items.iter().rev().find(|span| span.step == step)?;
-            Some((span.finished - span.started) as f64 * 1e-9)
-        });
-        stages.collect()
+    /// What the stages took for a step, once all of them have told of it. The head had it on its way from and until
+    /// `sent` and `answered`; `shares` is what stages take from each other.
+    pub fn step(&self, step: u64, (sent, answered): (Nanos, Nanos), shares: &[Share]) -> Option<StepSeconds> {
+        let mut spans = Vec::new();
+        let mut lines = Vec::new();
+        for (_, _, ring) in &self.stages {
+            let ring = &locked(ring).ring.items;
+            let behind = ring.iter().rev().position(|span| span.step == step)?;
+            let at = ring.len() - 1 - behind;
+            spans.push(ring[at]);
+            // What overlaps with a step is at most as many steps away as there may be in the pipe.
+            let near = at.saturating_sub(NEAR)..ring.len().min(at + NEAR);
+            lines.push(ring.range(near).map(|span| (span.started, span.finished)).collect());
+        }
+        let alone =
+            |(stage, span): (usize, &StageSpan)| alone_seconds(stage, (span.started, span.finished), &lines, shares);
+        let alone = spans.iter().enumerate().map(alone).collect();
+        let left = std::iter::once(sent).chain(spans.iter().map(|span| span.sent));
+        let arrived = spans.iter().map(|span| span.arrived).chain([answered]);
+        let hops: Nanos = left.zip(arrived).map(|(left, arrived)| arrived.saturating_sub(left)).sum();
+        Some(StepSeconds { alone, hops: hops as f64 * 1e-9 })
+    }
+
+    /// Whether every stage has told of a step.
+    pub fn knows(&self, step: u64) -> bool {
+        self.stages.iter().all(|(_, _, ring)| locked(ring).ring.items.iter().rev().any(|span| span.step == step))
     }
 
     /// Whether every stage has told of the latest step that the head has drawn from.
@@ -325,6 +357,34 @@ impl Recorder {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_step_is_told_once_all_stages_have_told_and_without_the_company_that_it_had() {
+        let recorder = Recorder::new([("a".to_owned(), (0, 1)), ("b".to_owned(), (1, 2))]);
+        let span = |step, arrived, started, finished, sent| StageSpan {
+            step,
+            arrived,
+            taken: arrived,
+            started,
+            finished,
+            send_started: finished,
+            sent,
+            ..StageSpan::default()
+        };
+        let share = [Share { capacity: 1.0, stages: vec![(0, 1.0), (1, 1.0)] }];
+        recorder.stage(0, span(1, 1_100, 2_000, 6_000, 6_500));
+        assert_eq!(recorder.step(1, (1_000, 0), &share), None);
+        recorder.stage(1, span(1, 6_800, 7_000, 11_000, 12_000));
+        // The second micro-batch is on the first stage while the first one is on the second.
+        recorder.stage(0, span(2, 5_000, 9_000, 13_000, 13_000));
+        assert!(recorder.knows(1) && !recorder.knows(2));
+        let close = |found: f64, nanos: f64| assert!((found * 1e9 - nanos).abs() < 1e-3, "{found} for {nanos} ns");
+        let found = recorder.step(1, (1_000, 12_100), &share).unwrap();
+        close(found.alone[0], 4_000.0);
+        close(found.alone[1], 3_000.0);
+        close(found.hops, 500.0);
+        close(recorder.step(1, (1_000, 12_100), &[]).unwrap().alone[1], 4_000.0);
+    }
 
     #[test]
     fn the_ring_forgets_the_oldest_and_says_so() {

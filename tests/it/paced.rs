@@ -128,7 +128,7 @@ pub fn decode_share(head: &mut Head, stages: usize, groups: usize, slot: Duratio
     let seconds = (steady[steady.len() - 1].sent - steady[0].sent) as f64 * 1e-9;
     let tokens: u32 = steady[..steady.len() - 1].iter().map(|span| span.decode_tokens).sum();
     let costs = vec![StageCost { alpha: slot.as_secs_f64(), ..StageCost::default() }; stages];
-    let ring = Ring { stages: &costs, hops: &[], back: HopCost::default(), sampling: 0.0 };
+    let ring = Ring { stages: &costs, hops: &[], back: HopCost::default(), sampling: 0.0, shares: &[] };
     f64::from(tokens) / seconds / ring.tokens_per_second(groups as f64, 1.0)
 }
 

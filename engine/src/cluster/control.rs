@@ -8,6 +8,7 @@ use thiserror::Error;
 
 use crate::backend::DeviceLimits;
 use crate::contract::{Build, Contract};
+use crate::law::Use;
 use crate::layout::StageSpec;
 use crate::pipeline::StageReport;
 use crate::trace::{Nanos, StageSpan};
@@ -15,7 +16,7 @@ use crate::weights::{LoadError, LoadProgress};
 use crate::worker::WorkerError;
 
 /// Version of the messages. Ends of different versions refuse each other in words.
-pub const CONTROL_VERSION: u32 = 1;
+pub const CONTROL_VERSION: u32 = 2;
 /// Largest message: a signed member list, or a block for measuring the bandwidth.
 pub const MESSAGE_BYTES_MAX: usize = (1 << 20) + 4096;
 /// Largest block for measuring the bandwidth.
@@ -58,6 +59,8 @@ pub struct DeviceInfo {
     pub memory_bytes: Option<u64>,
     /// Whether it computes on the processor.
     pub is_software: bool,
+    /// What a stage on it takes while it computes, of what others may want too.
+    pub uses: Vec<Use>,
 }
 
 /// Who has a worker.

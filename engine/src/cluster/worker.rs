@@ -216,5 +216,6 @@ fn info(device: &Device) -> DeviceInfo {
         limits: device.limits(),
         memory_bytes: device.memory_bytes(),
         is_software: device.is_software(),
+        uses: device.uses(),
     }
 }

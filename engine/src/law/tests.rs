@@ -124,7 +124,7 @@ proptest! {
         (stages, hops, back) in costs(5).prop_flat_map(|stages| { let n = stages.len() - 1; (Just(stages), hops(n), hops(1)) }),
         sampling in 0.0..2.0f64, m in 1usize..12, b in 1usize..8,
     ) {
-        let ring = Ring { stages: &stages, hops: &hops, back: back[0], sampling };
+        let ring = Ring { stages: &stages, hops: &hops, back: back[0], sampling, shares: &[] };
         let (round, b) = (ring_round(&ring, &vec![b; m]), b as f64);
         let law = ring.round(m as f64, b);
         prop_assert!((round - law).abs() <= 1e-6 * law, "{round} for {law}");
@@ -139,7 +139,7 @@ proptest! {
         (stages, hops, back) in costs(4).prop_flat_map(|stages| { let n = stages.len() - 1; (Just(stages), hops(n), hops(1)) }),
         sequences in 1usize..24,
     ) {
-        let ring = Ring { stages: &stages, hops: &hops, back: back[0], sampling: 0.0 };
+        let ring = Ring { stages: &stages, hops: &hops, back: back[0], sampling: 0.0, shares: &[] };
         let rounds: Vec<f64> = (1..=sequences).map(|m| ring_round(&ring, &groups_of(sequences, m))).collect();
         let best = rounds.iter().copied().fold(f64::INFINITY, f64::min);
         let chosen = best_groups(sequences, &stages, &hops, back[0]);
@@ -198,7 +198,7 @@ proptest! {
 fn equal_stages_without_hops_are_full_at_as_many_groups() {
     let stages = vec![cost(0.0, 1.0); 4];
     let hops = [HopCost::default(); 3];
-    let ring = Ring { stages: &stages, hops: &hops, back: HopCost::default(), sampling: 0.0 };
+    let ring = Ring { stages: &stages, hops: &hops, back: HopCost::default(), sampling: 0.0, shares: &[] };
     for m in 1..=8 {
         assert!(close(ring.efficiency(m as f64, 1.0), (m as f64 / 4.0).min(1.0)), "M = {m}");
     }
@@ -222,7 +222,7 @@ fn a_split_batch_gains_nothing_while_weights_bind_and_p_when_computing_does() {
         let stages = vec![cost(0.25, 0.01); 4];
         assert!(close(speedup(1.0, 0.04, 4, b), ceiling(&stages, b)));
         let hops = [HopCost::default(); 3];
-        let ring = Ring { stages: &stages, hops: &hops, back: HopCost::default(), sampling: 0.0 };
+        let ring = Ring { stages: &stages, hops: &hops, back: HopCost::default(), sampling: 0.0, shares: &[] };
         let alone = b / (1.0 + 0.04 * b);
         assert!(close(ring.tokens_per_second(4.0, b / 4.0) / alone, ceiling(&stages, b)));
     }

@@ -6,12 +6,14 @@ use std::time::Duration;
 
 use pp_shaders::Profile;
 
+use super::uses;
 use crate::backend::gpu::Gpu;
 use crate::backend::gpu::adapter::Adapter;
 use crate::backend::paced::Paced;
 use crate::backend::reference::Reference;
 use crate::backend::{Backend, DeviceError, DeviceLimits, selftest};
 use crate::cluster::remote::RemoteDevice;
+use crate::law::Use;
 use crate::weights::LoadError;
 
 /// What a stage runs on.
@@ -114,6 +116,11 @@ impl Device {
             Device::Reference { .. } | Device::Paced { .. } => true,
             Device::Remote(device) => device.info().is_software,
         }
+    }
+
+    /// What a stage on it takes while it computes, of what others may want too.
+    pub fn uses(&self) -> Vec<Use> {
+        uses::of(self)
     }
 
     /// The worker that has it; none: this process.

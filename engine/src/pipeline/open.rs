@@ -20,6 +20,7 @@ use crate::cluster::control::{Neighbour, Plan, Task};
 use crate::cluster::remote::{Listener, Worker, draw};
 use crate::contract::{Contract, ModelFacts};
 use crate::edge;
+use crate::law::shares;
 use crate::layout::{StageLayout, StageOptions, StageSpec};
 use crate::stage::message_limits;
 use crate::trace::Recorder;
@@ -114,7 +115,9 @@ impl Pipeline {
         let (mut to_first, mut from_tail) = opening.link(between, &links, in_flight_max)?;
         opening.prove(to_first.as_mut(), from_tail.as_mut(), cancel)?;
         let now = Instant::now();
+        let uses: Vec<_> = devices.iter().map(Device::uses).collect();
         Ok(Pipeline {
+            shares: shares(uses.iter().map(Vec::as_slice)),
             seen: vec![(0, now); opening.stages.len()],
             stages: opening.stages,
             reports,

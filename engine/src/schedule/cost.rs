@@ -1,13 +1,17 @@
 //! What the stages cost, learnt from the steps they did, and what follows for the scheduler.
 
-use crate::law::{self, Fit, HopCost, Ring, StageCost};
+use crate::law::{self, Fit, HopCost, Ring, Share, StageCost};
 
 /// Steps before the fit is believed.
 const ENOUGH: usize = 8;
 /// Numbers of groups whose rounds differ by less are the same; then the one nearest the number of stages is taken.
 const SAME: f64 = 1.01;
-/// Weight of the latest step in the mean of what no stage accounts for.
+/// Weight of the latest step in what is averaged over steps.
 const LATEST: f64 = 0.05;
+/// The same for what no stage accounts for, where a step had more or less of it than so far. What is above the usual is
+/// a kernel that was compiled, or waiting for a processor: more micro-batches would be no remedy.
+const LATEST_ABOVE: f64 = 0.02;
+const LATEST_BELOW: f64 = 0.25;
 
 /// 2Lx + x² of x `tokens` tokens of one sequence behind L others: what attention costs grows with it.
 pub fn attended(start: usize, tokens: usize) -> f64 {
@@ -18,22 +22,34 @@ pub fn attended(start: usize, tokens: usize) -> f64 {
 /// All stages' costs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Costs {
-    /// In the order of the pipeline.
+    /// In the order of the pipeline, each alone.
     pub stages: Vec<StageCost>,
+    /// What they take from each other.
+    pub shares: Vec<Share>,
+    /// [`attended`] for each token, lately.
+    pub attended: f64,
     /// Seconds of a round that no stage accounts for: hops, the head's sampling.
     pub overhead: f64,
 }
 
 impl Costs {
-    fn ring(&self) -> Ring<'_> {
+    /// The stages at the contexts that sequences have lately: attention is in β.
+    pub fn at_context(&self) -> Vec<StageCost> {
+        let at = |stage: &StageCost| StageCost { beta: stage.beta + stage.attention * self.attended, ..*stage };
+        self.stages.iter().map(at).collect()
+    }
+
+    /// A ring of `stages` ([`Costs::at_context`]); all that no stage accounts for is on the way back.
+    pub fn ring<'a>(&'a self, stages: &'a [StageCost]) -> Ring<'a> {
         let back = HopCost { latency: self.overhead, ..HopCost::default() };
-        Ring { stages: &self.stages, hops: &[], back, sampling: 0.0 }
+        Ring { stages, hops: &[], back, sampling: 0.0, shares: &self.shares }
     }
 
     /// The number of groups in which `sequences` sequences get round soonest; of equally good ones the nearest to the
     /// number of stages.
     pub fn best_groups(&self, sequences: usize) -> usize {
-        let ring = self.ring();
+        let stages = self.at_context();
+        let ring = self.ring(&stages);
         let most = sequences.max(1);
         let best = (1..=most).map(|groups| ring.round_of(sequences, groups)).fold(f64::INFINITY, f64::min);
         let near = |groups: &usize| groups.abs_diff(self.stages.len());
@@ -76,16 +92,27 @@ impl Costs {
 pub struct Fits {
     stages: Vec<Fit>,
     overhead: f64,
+    /// [`attended`] for each token, lately.
+    attended: f64,
     steps: usize,
+    shares: Vec<Share>,
     /// Of the largest micro-batch so far.
     tokens: usize,
     costs: Option<Costs>,
 }
 
 impl Fits {
-    /// Nothing known of so many stages.
-    pub fn new(stages: usize) -> Fits {
-        Fits { stages: vec![Fit::default(); stages], overhead: 0.0, steps: 0, tokens: 0, costs: None }
+    /// Nothing known of so many stages, but what they take from each other.
+    pub fn new(stages: usize, shares: Vec<Share>) -> Fits {
+        Fits {
+            stages: vec![Fit::default(); stages],
+            overhead: 0.0,
+            attended: 0.0,
+            steps: 0,
+            shares,
+            tokens: 0,
+            costs: None,
+        }
     }
 
     /// A micro-batch of `tokens` tokens took `seconds` on each stage, and `overhead` seconds beyond; `attended` is the sum
@@ -97,10 +124,21 @@ impl Fits {
         for (fit, seconds) in self.stages.iter_mut().zip(seconds) {
             fit.add(tokens, attended, *seconds);
         }
-        self.overhead = if self.steps == 0 { overhead } else { self.overhead + LATEST * (overhead - self.overhead) };
+        let each = attended / tokens as f64;
+        if self.steps == 0 {
+            (self.overhead, self.attended) = (overhead, each);
+        }
+        let latest = if overhead > self.overhead { LATEST_ABOVE } else { LATEST_BELOW };
+        self.overhead += latest * (overhead - self.overhead);
+        self.attended += LATEST * (each - self.attended);
         self.steps += 1;
         self.tokens = self.tokens.max(tokens);
-        let costs = || Costs { stages: self.stages.iter().map(Fit::cost).collect(), overhead: self.overhead };
+        let costs = || Costs {
+            stages: self.stages.iter().map(Fit::cost).collect(),
+            shares: self.shares.clone(),
+            attended: self.attended,
+            overhead: self.overhead,
+        };
         self.costs = (self.steps >= ENOUGH).then(costs);
     }
 
@@ -126,7 +164,7 @@ mod tests {
     #[test]
     fn chunks_shrink_as_there_is_more_to_attend_to() {
         let stage = StageCost { alpha: 0.01, beta: 1e-4, attention: 5e-8 };
-        let costs = Costs { stages: vec![stage; 4], overhead: 0.0 };
+        let costs = Costs { stages: vec![stage; 4], ..Costs::default() };
         let wanted = stage.seconds(256.0, 0.0);
         let mut last = 256;
         for start in (0..8000).step_by(500) {
@@ -141,7 +179,7 @@ mod tests {
 
     #[test]
     fn what_is_larger_than_any_so_far_is_expected_to_take_as_many_single_tokens() {
-        let mut fits = Fits::new(2);
+        let mut fits = Fits::new(2, Vec::new());
         assert_eq!(fits.expected(1, 1.0), None);
         for _ in 0..2 * ENOUGH {
             fits.add(1, 1.0, &[0.03, 0.02], 0.0);
@@ -158,10 +196,38 @@ mod tests {
     #[test]
     fn equally_good_numbers_of_groups_are_as_many_as_stages() {
         // Nothing but weights to read: any number up to that of the stages is as good.
-        let flat = Costs { stages: vec![StageCost { alpha: 0.01, beta: 0.0, attention: 0.0 }; 4], overhead: 0.0 };
+        let flat = Costs { stages: vec![StageCost { alpha: 0.01, beta: 0.0, attention: 0.0 }; 4], ..Costs::default() };
         assert_eq!([1, 3, 8].map(|sequences| flat.best_groups(sequences)), [1, 3, 4]);
         // A head that takes long wants one more in the pipe.
-        let slow = Costs { overhead: 0.01, stages: vec![StageCost { alpha: 1e-4, beta: 0.01, attention: 0.0 }; 4] };
+        let slow = Costs {
+            overhead: 0.01,
+            stages: vec![StageCost { alpha: 1e-4, beta: 0.01, attention: 0.0 }; 4],
+            ..Costs::default()
+        };
         assert!(slow.best_groups(20) > 4);
+    }
+
+    #[test]
+    fn attention_counts_at_the_context_that_there_is() {
+        let mut fits = Fits::new(1, Vec::new());
+        let stage = StageCost { alpha: 0.01, beta: 0.001, attention: 1e-6 };
+        for step in 0..400 {
+            let (tokens, context) = (1 + step % 4, 500 * (step % 3));
+            let seen = tokens as f64 * attended(context, 1);
+            fits.add(tokens, seen, &[stage.alpha + stage.beta * tokens as f64 + stage.attention * seen], 0.0);
+        }
+        let costs = fits.costs().unwrap();
+        let each = stage.beta + stage.attention * costs.attended;
+        assert!((costs.at_context()[0].beta / each - 1.0).abs() < 0.02, "{costs:?}");
+        assert!((costs.attended / attended(500, 1) - 1.0).abs() < 0.1, "{costs:?}");
+    }
+
+    #[test]
+    fn one_step_that_took_long_beyond_the_stages_is_soon_forgotten() {
+        let mut fits = Fits::new(1, Vec::new());
+        (0..24).for_each(|step| fits.add(1, 1.0, &[0.01], if step == 0 { 3.0 } else { 0.001 }));
+        assert!(fits.costs().unwrap().overhead < 0.01);
+        fits.add(1, 1.0, &[0.01], 3.0);
+        assert!(fits.costs().unwrap().overhead < 0.1);
     }
 }

@@ -235,7 +235,7 @@ impl Measured {
     }
 
     fn ring(&self) -> Ring<'_> {
-        Ring { stages: &self.stages, hops: &self.hops, back: self.back, sampling: self.sampling }
+        Ring { stages: &self.stages, hops: &self.hops, back: self.back, sampling: self.sampling, shares: &[] }
     }
 
     fn law(&self, summary: &Summary, alive: &[Nanos], filling: f64) -> Law {

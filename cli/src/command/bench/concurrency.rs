@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use pp_engine::head::{Answer, Event, FinishReason, Head, HeadError, HeadOptions, Request, Turn};
-use pp_engine::law::{HopCost, Ring};
 use pp_engine::layout::SEQUENCES_MAX;
 use pp_engine::sampler::Sampling;
 use pp_engine::schedule::{Refused, RequestId};
@@ -239,8 +238,8 @@ impl Level {
         let at_once = concurrency.min(head.scheduler().limits().sequences);
         let groups = head.scheduler().groups_for(at_once);
         let law = head.scheduler().costs().map(|costs| {
-            let back = HopCost { latency: costs.overhead, ..HopCost::default() };
-            let ring = Ring { stages: &costs.stages, hops: &[], back, sampling: 0.0 };
+            let stages = costs.at_context();
+            let ring = costs.ring(&stages);
             let b = at_once as f64 / groups as f64;
             (at_once as f64 / ring.round_of(at_once, groups), ring.efficiency(groups as f64, b))
         });
