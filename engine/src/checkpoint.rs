@@ -11,8 +11,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use memmap2::Mmap;
+use serde::{Deserialize, Serialize};
 
 use crate::config::ModelConfig;
 use crate::tokenizer::{Tokenizer, TokenizerError};
@@ -24,13 +26,15 @@ pub mod gguf_writer;
 pub(crate) mod hf;
 pub mod names;
 pub mod safetensors;
+pub mod supplied;
 #[cfg(test)]
 mod tests;
 
 pub use error::CheckpointError;
+use supplied::Supplier;
 
 /// Element formats of tensors this program can load. The quantised ones are ggml's, block by block.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash, Serialize, Deserialize)]
 #[expect(non_camel_case_types, reason = "the names are ggml's, and are read as such in messages and tables")]
 pub enum DType {
     /// IEEE 754 single precision.
@@ -176,7 +180,7 @@ impl TensorInfo {
 }
 
 /// The kind of file a checkpoint was read from.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 pub enum Container {
     /// One GGUF file, or its parts.
     Gguf,
@@ -229,6 +233,8 @@ pub struct Checkpoint {
 enum Source {
     Gguf(Box<gguf::Directory>),
     Folder(PathBuf),
+    /// No file is here; nothing brings the weights, or that does.
+    Supplied(Option<Arc<dyn Supplier>>),
 }
 
 impl Checkpoint {
@@ -313,12 +319,13 @@ impl Checkpoint {
 
     /// The bytes of a tensor, as they lie on disk: rows one after the other, little-endian, blocks unpacked by nobody.
     ///
-    /// `tensor` must be one of this checkpoint's.
+    /// `tensor` must be one of this checkpoint's, and its files be here ([`Checkpoint::read`] also waits for bytes that
+    /// come from elsewhere).
     pub fn data(&self, tensor: &TensorInfo) -> &[u8] {
         &self.files[tensor.file].bytes()[tensor.offset..tensor.offset + tensor.bytes]
     }
 
-    /// Weight files and their lengths in bytes.
+    /// Weight files and their lengths in bytes; none where the weights come from elsewhere.
     pub fn files(&self) -> Vec<(PathBuf, u64)> {
         self.files.iter().map(|file| (file.path.clone(), file.bytes().len() as u64)).collect()
     }
@@ -347,6 +354,9 @@ impl Checkpoint {
                 let model = gguf_model::Model { directory, files: &self.files, tensors: &self.tensors };
                 Tokenizer::from_gguf(model.vocab()?)
             }
+            Source::Supplied(_) => {
+                Err(TokenizerError::Missing { origin: self.path.clone(), what: "a tokenizer".to_owned() })
+            }
         }
     }
 
@@ -359,6 +369,7 @@ impl Checkpoint {
         match &self.source {
             Source::Folder(folder) => hf::chat_template(folder),
             Source::Gguf(directory) => Ok(directory.text("tokenizer.chat_template").map(str::to_owned)),
+            Source::Supplied(_) => Ok(None),
         }
     }
 }

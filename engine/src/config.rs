@@ -23,7 +23,7 @@ pub const VOCAB_MAX: usize = 1 << 24;
 pub const CONTEXT_MAX: usize = 1 << 28;
 
 /// What a model's file says about its architecture, the same for every container format.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelConfig {
     /// Architecture in GGUF's spelling (`llama`, `qwen2`, `qwen3`); an unknown one is carried as it was found.
     pub arch: String,
