@@ -180,7 +180,8 @@ pub struct PipelineArgs {
                      name for every stage, where `local` is this machine. NAME:DEVICE picks a device of the worker, by \
                      id, index or part of its name (see `pp-run cluster status`); without one it is the worker's \
                      first. A name may stand for several stages. --device picks the devices of the stages that run \
-                     here. Every worker needs a copy of the model in its models folder, under any name"
+                     here. A worker that has no copy of the model in its models folder, under any name, gets the tensors of \
+                     its layers from this machine and other workers, and keeps them"
     )]
     pub workers: Vec<String>,
     /// Take workers, split, wire and device from FILE (TOML); what is also typed is as typed

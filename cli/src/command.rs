@@ -21,17 +21,19 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use pp_engine::checkpoint::Checkpoint;
 use pp_engine::head::{Head, HeadOptions};
-use pp_engine::pipeline::{Pipeline, PipelineError, PipelineOptions};
+use pp_engine::pipeline::{Device, Pipeline, PipelineError, PipelineOptions, StageName};
 use pp_engine::tokenizer::Tokenizer;
 use pp_engine::trace::{Trace, chrome};
+use pp_engine::weights::LoadError;
 
 use crate::args::{Cli, ModelArgs, PipelineArgs, Verb};
+use crate::memory::{self, Room};
 use crate::models::Places;
 use crate::output::Out;
 use crate::output::progress::Loading;
 use crate::plan::Plan;
 use crate::report::{Widened, layer_range, place};
-use crate::{cancel, errors};
+use crate::{cancel, errors, settings};
 
 /// Does what was asked.
 ///
@@ -71,8 +73,7 @@ fn load(plan: &Plan, options: HeadOptions, tokenizer: Arc<Tokenizer>, out: &Out)
     let model = is_remote.then(|| crate::cluster::model::of(&plan.checkpoint, out)).transpose()?;
     let between = PipelineOptions { model, ..PipelineOptions::default() };
     let mut loading = Loading::new(out, stages.collect());
-    let mut progress =
-        |stage, at: pp_engine::weights::LoadProgress| loading.update(stage, at.read_bytes, at.total_bytes);
+    let mut progress = |stage, at| loading.update(stage, at);
     let opened = Pipeline::open_with(
         &plan.checkpoint,
         &plan.specs,
@@ -88,6 +89,9 @@ fn load(plan: &Plan, options: HeadOptions, tokenizer: Arc<Tokenizer>, out: &Out)
             loading.abandon();
             return Err(match error {
                 PipelineError::Cancelled => errors::cancelled(),
+                PipelineError::Load { ref stage, error: LoadError::NoRoom { needed, room, bound } } => {
+                    errors::worker(no_room(plan, stage, Room { needed, room, bound }))
+                }
                 error => error.into(),
             });
         }
@@ -99,6 +103,13 @@ fn load(plan: &Plan, options: HeadOptions, tokenizer: Arc<Tokenizer>, out: &Out)
         }
     }
     Ok((Head::new(pipeline, tokenizer, options), started.elapsed().as_secs_f64()))
+}
+
+/// A worker has no room for its tensors: how much was needed, and what would fit.
+fn no_room(plan: &Plan, stage: &StageName, room: Room) -> String {
+    let workers: Vec<Option<String>> = plan.devices.iter().map(Device::worker).collect();
+    let worker = stage.worker.as_deref().unwrap_or_default();
+    memory::no_room_for_tensors(worker, &workers, &plan.counts, &settings::costs(&plan.checkpoint), room)
 }
 
 /// What was typed for the head.

@@ -116,8 +116,12 @@ fn of_pipeline(error: &PipelineError) -> Exit {
     match error {
         PipelineError::Cancelled => Exit::Cancelled,
         PipelineError::Layout { error, .. } => of_layout(error),
-        // Only workers refuse: they have no such model, or run another program.
-        PipelineError::Load { error: LoadError::Refused { .. }, .. } => Exit::Worker,
+        // Only workers refuse: they run another program, or cannot get the model.
+        PipelineError::Load {
+            error: LoadError::Refused { .. } | LoadError::NoRoom { .. } | LoadError::Weights { .. },
+            ..
+        }
+        | PipelineError::Manifest(_) => Exit::Worker,
         error if error.is_out_of_memory() => Exit::Device,
         _ => Exit::Failure,
     }
@@ -141,7 +145,7 @@ pub fn advice(error: &anyhow::Error) -> Option<&'static str> {
         error if error.is_out_of_memory() => {
             Some("use a smaller --ctx, more --stages, another --split, or a model of fewer bits (see `pp-run plan`)")
         }
-        PipelineError::Load { error: LoadError::Refused { .. }, .. } => None,
+        PipelineError::Load { error: LoadError::Refused { .. } | LoadError::Weights { .. }, .. } => None,
         PipelineError::Stage { error: WorkerError::Lost { .. } | WorkerError::Gone { .. }, .. } => {
             Some("see `pp-run cluster status`, and what the worker itself says")
         }
@@ -172,6 +176,8 @@ mod tests {
         let stage = StageName { index: 0, layers: (0, 2), device: "x".into(), worker: None };
         let refused = LoadError::Refused { message: "no such model".to_owned() };
         check(PipelineError::Load { stage: stage.clone(), error: refused }.into(), Exit::Worker);
+        let lost = LoadError::Weights { message: "nobody has it".to_owned() };
+        check(PipelineError::Load { stage: stage.clone(), error: lost }.into(), Exit::Worker);
         check(HeadError::Pipeline(PipelineError::Silent { stage, seconds: 1 }).into(), Exit::Failure);
         check(AdapterError::None.into(), Exit::Device);
         check(AdapterError::NoMatch { selector: "x".into(), known: String::new() }.into(), Exit::Usage);

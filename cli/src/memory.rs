@@ -1,6 +1,7 @@
 //! Whether stages fit the memory of their devices, and what would fit when they do not. Pure but for one look at
 //! `/proc/meminfo`.
 
+use pp_engine::checkpoint::supplied::Bound;
 use pp_engine::pipeline::Device;
 use pp_engine::split::{Costs, Split, auto_within, join};
 
@@ -222,6 +223,48 @@ impl Situation<'_> {
     }
 }
 
+/// A worker's tensor cache that is too small: bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Room {
+    /// The tensors of its stages.
+    pub needed: u64,
+    /// What it can take.
+    pub room: u64,
+    /// What bounds it.
+    pub bound: Bound,
+}
+
+/// How much is missing in a worker's tensor cache, and what would fit. `workers` are the stages' (none: this machine),
+/// `counts` their layers.
+pub fn no_room_for_tensors(
+    worker: &str,
+    workers: &[Option<String>],
+    counts: &[usize],
+    costs: &Costs,
+    Room { needed, room, bound }: Room,
+) -> String {
+    let is_its = |other: &Option<String>| other.as_deref() == Some(worker);
+    let stages = workers.iter().filter(|other| is_its(other)).count().max(1) as u64;
+    let limits: Vec<u64> = workers.iter().map(|other| if is_its(other) { room / stages } else { u64::MAX }).collect();
+    let split = auto_within(costs, &limits).ok().filter(|found| found != counts);
+    let (what, wider) = match bound {
+        Bound::Cap => ("holds at most", format!("a larger --cache-size on {worker} (at least {needed})")),
+        Bound::Disk => {
+            let missing = bytes(needed.saturating_sub(room));
+            ("has with what is free on its disk", format!("{missing} more on the disk of {worker}"))
+        }
+    };
+    let copy = format!("a copy of the model in the models folder of {worker}");
+    let ways: Vec<String> =
+        split.map(|split| format!("--split {}", join(&split))).into_iter().chain([wider, copy]).collect();
+    format!(
+        "not enough room on {worker}: its stages' tensors take {}, and its tensor cache {what} {}\nwhat would fit: {}",
+        bytes(needed),
+        bytes(room),
+        ways.join("; or ")
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -282,6 +325,20 @@ mod tests {
         let needs = [Need { weights: GB, kv: 0, work: 0 }];
         assert_eq!(shortage(&[pool("A", false, 1, &[0])], &needs), None);
         assert_eq!(shortage(&[Pool { available: None, ..pool("A", false, 0, &[0]) }], &needs), None);
+    }
+
+    #[test]
+    fn a_cache_that_is_too_small_says_which_split_would_fit() {
+        let costs = Costs { layers: vec![GB; 30], first: GB, last: GB };
+        let workers = [None, Some("rig2".to_owned())];
+        let room = Room { needed: 16 * GB, room: 8 * GB, bound: Bound::Cap };
+        let message = no_room_for_tensors("rig2", &workers, &[15, 15], &costs, room);
+        assert!(message.starts_with("not enough room on rig2: its stages' tensors take 16.0 GB"), "{message}");
+        assert!(message.contains("holds at most 8.0 GB") && message.contains("--split 23,7; or"), "{message}");
+        assert!(message.contains("--cache-size on rig2 (at least 16000000000)"), "{message}");
+        let room = Room { room: 0, bound: Bound::Disk, ..room };
+        let message = no_room_for_tensors("rig2", &workers, &[15, 15], &costs, room);
+        assert!(!message.contains("--split") && message.contains("16.0 GB more on the disk of rig2"), "{message}");
     }
 
     #[test]

@@ -23,6 +23,10 @@ pub struct Places {
     pub folder: Option<PathBuf>,
     /// Where digests of models are remembered, if that can be.
     pub digests: Option<PathBuf>,
+    /// Where tensors are kept that came from other machines, if that can be.
+    pub tensors: Option<PathBuf>,
+    /// Where the tensors of models are listed by content, if that can be.
+    pub manifests: Option<PathBuf>,
 }
 
 impl Places {
@@ -35,7 +39,9 @@ impl Places {
             var(xdg).map(PathBuf::from).or_else(home).map(|place| place.join("pp-run").join(name))
         };
         let folder = var("PP_MODELS").map(PathBuf::from).or_else(|| place("XDG_DATA_HOME", ".local/share", "models"));
-        Places { model, folder, digests: place("XDG_CACHE_HOME", ".cache", "digests.json") }
+        let cache = |name: &str| place("XDG_CACHE_HOME", ".cache", name);
+        let (digests, tensors, manifests) = (cache("digests.json"), cache("tensors"), cache("manifests"));
+        Places { model, folder, digests, tensors, manifests }
     }
 
     /// The path of the model called `name`: an existing path, else a name in the models folder. Without a name:

@@ -2,12 +2,15 @@
 //! do; [`crate::pipeline`] runs such stages beside those of its own process.
 //!
 //! [`control`] is what they say to each other, [`worker`] the worker's side, [`remote`] the head's. Activations do not
-//! pass here: they cross the links between neighbours ([`pp_transport::quic`]).
+//! pass here: they cross the links between neighbours ([`pp_transport::quic`]). [`weights`] is how tensors cross links of
+//! their own, [`fetch`] how a worker gets those of its stages.
 
 pub mod clock;
 pub mod control;
+pub mod fetch;
 pub mod remote;
 mod session;
+pub mod weights;
 pub mod worker;
 
 /// Credits of a control link: messages that the other end has not taken yet.

@@ -228,6 +228,10 @@ impl LayerLayout {
         self.qkv.iter().chain(&self.output).chain(&self.gate_up).chain(&self.down)
     }
 
+    fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
+        self.vectors().chain(self.matrices().flat_map(MatrixLayout::tensors))
+    }
+
     fn vectors(&self) -> impl Iterator<Item = &TensorInfo> {
         [&self.attn_norm, &self.ffn_norm].into_iter().chain(self.qk_norms.iter().flatten())
     }
@@ -366,6 +370,19 @@ impl StageLayout {
     pub fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
         let vectors = self.layers.iter().flat_map(LayerLayout::vectors);
         self.matrices().flat_map(MatrixLayout::tensors).chain(vectors).chain(self.head.iter().map(|head| &head.norm))
+    }
+
+    /// The same, in the order in which they are loaded.
+    pub fn tensors_in_order(&self) -> impl Iterator<Item = &TensorInfo> {
+        let head = self.head.iter().flat_map(|head| {
+            let own = (!head.shares_embedding).then_some(&head.matrix);
+            std::iter::once(&head.norm).chain(own.into_iter().flat_map(MatrixLayout::tensors))
+        });
+        self.embedding
+            .iter()
+            .flat_map(MatrixLayout::tensors)
+            .chain(self.layers.iter().flat_map(LayerLayout::tensors))
+            .chain(head)
     }
 
     /// Bytes that the stage reads from the checkpoint.

@@ -3,10 +3,12 @@
 
 mod device;
 mod open;
+mod supply;
 pub(crate) mod thread;
 mod uses;
 
 use std::collections::VecDeque;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -21,11 +23,13 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::backend::DeviceError;
+use crate::checkpoint::supplied::Origins;
 use crate::cluster::remote::Worker;
 use crate::digest::Digest;
 use crate::edge::EdgeError;
 use crate::law::Share;
 use crate::layout::{LayoutError, StageSpec};
+use crate::manifest::ManifestError;
 use crate::message::{self, MessageError, MessageLimits, Outputs, Step};
 use crate::stage::StepError;
 use crate::trace::{Recorder, Timestamps};
@@ -99,6 +103,10 @@ pub enum PipelineError {
     Wedged { stage: StageName, seconds: u64 },
     #[error("the pipeline is silent: a micro-batch that {stage} should have is not answered within {seconds} s")]
     Silent { stage: StageName, seconds: u64 },
+    #[error("the system starts no thread: {0}")]
+    NoThread(std::io::Error),
+    #[error("workers without a copy of the model get no weights: {0}")]
+    Manifest(ManifestError),
     #[error("cancelled")]
     Cancelled,
 }
@@ -133,6 +141,8 @@ pub struct StageReport {
     pub device_id: String,
     /// Bytes read from the checkpoint.
     pub read_bytes: u64,
+    /// Where they were.
+    pub origins: Origins,
     /// Bytes of weights on the device.
     pub weight_bytes: u64,
     /// Bytes of keys and values.
@@ -173,7 +183,7 @@ impl PipelineOptions {
     }
 }
 
-/// The model that a pipeline runs, for workers to find where they are.
+/// The model that a pipeline runs, for workers to find where they are, or to get what they need of it.
 #[derive(Clone, Debug)]
 pub struct Model {
     /// Of its content.
@@ -182,6 +192,8 @@ pub struct Model {
     pub bytes: u64,
     /// For people.
     pub name: String,
+    /// The folder in which manifests are remembered, if they may be.
+    pub manifests: Option<PathBuf>,
 }
 
 /// A running pipeline, as the head sees it.
@@ -432,6 +444,8 @@ impl Drop for Pipeline {
 struct Running {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
+    /// Give weights to workers, until those have them.
+    sources: Vec<JoinHandle<()>>,
     workers: Vec<Arc<Worker>>,
 }
 
@@ -440,5 +454,6 @@ impl Drop for Running {
         self.stop.store(true, Ordering::Relaxed);
         self.workers.iter().for_each(|worker| worker.release());
         thread::join(&mut self.threads);
+        thread::join(&mut self.sources);
     }
 }

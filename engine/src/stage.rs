@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::backend::{Backend, DeviceError, OpTime, ProgramId, Run, Ticket};
 use crate::checkpoint::Checkpoint;
+use crate::checkpoint::supplied::Origins;
 use crate::layout::StageLayout;
 use crate::message::{Candidate, MessageLimits, Output, OutputRequest, Outputs, Span, Step};
 use crate::program::ops::{Activations, Bucket, Ops, WorkBuffers};
@@ -130,6 +131,11 @@ impl Stage {
     /// Bytes read from the checkpoint.
     pub fn read_bytes(&self) -> u64 {
         self.weights.read_bytes
+    }
+
+    /// Where they were.
+    pub fn origins(&self) -> Origins {
+        self.weights.origins
     }
 
     /// Sequences that it has pages of.

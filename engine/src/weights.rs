@@ -1,12 +1,15 @@
 //! Reads a stage's tensors, repacks them and puts them on its device, a bounded piece at a time.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
 use crate::arch::Layer;
 use crate::backend::{Backend, DeviceError};
+use crate::checkpoint::supplied::{Bound, Origins, SupplyError, TensorBytes};
 use crate::checkpoint::{Checkpoint, DType, TensorInfo};
-use crate::layout::{LayerLayout, MatrixLayout, Part, StageLayout};
+use crate::layout::{LayerLayout, MatrixLayout, StageLayout};
 use crate::program::BufferId;
 use crate::program::ops::{Chunk, KvBuffers, Linear, Matrix};
 use crate::quant::Packed;
@@ -21,6 +24,17 @@ pub struct LoadProgress {
     pub read_bytes: u64,
     /// Bytes that will have been read in the end.
     pub total_bytes: u64,
+    /// Where the bytes were that are at hand.
+    pub origins: Origins,
+    /// While the head reads the model to know each tensor by its content: bytes done, and in all.
+    pub hashing: Option<(u64, u64)>,
+}
+
+impl LoadProgress {
+    /// Bytes of [`LoadProgress::total_bytes`] that are at hand or on the device.
+    pub fn at_hand(&self) -> u64 {
+        self.origins.total().max(self.read_bytes).min(self.total_bytes)
+    }
 }
 
 /// Why loading stopped.
@@ -35,6 +49,28 @@ pub enum LoadError {
     Untrusted { message: String },
     #[error("{message}")]
     Refused { message: String },
+    #[error("{}", no_room(*needed, *room, *bound))]
+    NoRoom { needed: u64, room: u64, bound: Bound },
+    #[error("its weights do not come: {message}")]
+    Weights { message: String },
+}
+
+fn no_room(needed: u64, room: u64, bound: Bound) -> String {
+    let what = match bound {
+        Bound::Cap => "may hold",
+        Bound::Disk => "has, with what the disk has free,",
+    };
+    format!("the worker's tensors take {needed} bytes, and its cache {what} {room}")
+}
+
+impl From<SupplyError> for LoadError {
+    fn from(error: SupplyError) -> LoadError {
+        match error {
+            SupplyError::Cancelled => LoadError::Cancelled,
+            SupplyError::NoRoom { needed, room, bound } => LoadError::NoRoom { needed, room, bound },
+            SupplyError::Failed { message } => LoadError::Weights { message },
+        }
+    }
 }
 
 /// The weights of a stage on its device.
@@ -47,20 +83,23 @@ pub struct Weights {
     pub head: Option<(BufferId, Linear)>,
     /// Bytes read from the checkpoint.
     pub read_bytes: u64,
+    /// Where they were.
+    pub origins: Origins,
 }
 
 /// Loads what `layout` lists. `progress` returns false to stop.
 ///
 /// # Errors
-/// [`LoadError::Device`] when memory runs out or the device is lost, [`LoadError::Cancelled`].
+/// [`LoadError::Device`] when memory runs out or the device is lost, [`LoadError::Cancelled`]; what a [`SupplyError`] says
+/// where the weights come from elsewhere.
 pub fn load(
     checkpoint: &Checkpoint,
     layout: &StageLayout,
     backend: &mut dyn Backend,
     progress: &mut dyn FnMut(LoadProgress) -> bool,
 ) -> Result<Weights, LoadError> {
-    let mut loader =
-        Loader { checkpoint, backend, progress, at: LoadProgress { read_bytes: 0, total_bytes: layout.file_bytes() } };
+    let at = LoadProgress { total_bytes: layout.file_bytes(), ..LoadProgress::default() };
+    let mut loader = Loader { checkpoint, backend, progress, at };
     let embedding = layout.embedding.as_ref().map(|matrix| loader.matrix(matrix)).transpose()?;
     let layers = layout.layers.iter().map(|layer| loader.layer(layer, layout)).collect::<Result<Vec<_>, _>>()?;
     let head = match &layout.head {
@@ -74,7 +113,8 @@ pub fn load(
             Some((norm, vec![matrix]))
         }
     };
-    Ok(Weights { embedding, layers, head, read_bytes: loader.at.read_bytes })
+    let LoadProgress { read_bytes, origins, .. } = loader.at;
+    Ok(Weights { embedding, layers, head, read_bytes, origins })
 }
 
 struct Loader<'a> {
@@ -84,10 +124,21 @@ struct Loader<'a> {
     at: LoadProgress,
 }
 
-impl Loader<'_> {
+impl<'a> Loader<'a> {
     fn read(&mut self, bytes: usize) -> Result<(), LoadError> {
         self.at.read_bytes += bytes as u64;
+        self.at.origins = self.checkpoint.origins(self.at.read_bytes);
         if (self.progress)(self.at) { Ok(()) } else { Err(LoadError::Cancelled) }
+    }
+
+    /// The bytes of a tensor, waited for where they come from elsewhere.
+    fn bytes(&mut self, tensor: &TensorInfo) -> Result<TensorBytes<'a>, LoadError> {
+        let Loader { checkpoint, progress, at, .. } = self;
+        let mut go_on = |origins| {
+            at.origins = origins;
+            progress(*at)
+        };
+        Ok(checkpoint.read(tensor, &mut go_on)?)
     }
 
     fn layer(&mut self, layer: &LayerLayout, layout: &StageLayout) -> Result<Layer, LoadError> {
@@ -120,7 +171,7 @@ impl Loader<'_> {
     fn vector(&mut self, label: &str, tensors: &[&TensorInfo]) -> Result<BufferId, LoadError> {
         let mut values = Vec::new();
         for tensor in tensors {
-            values.extend(floats(tensor.dtype, self.checkpoint.data(tensor)));
+            values.extend(floats(tensor.dtype, &self.bytes(tensor)?));
             self.read(tensor.bytes())?;
         }
         let buffer = self.backend.create(label, 4 * values.len())?;
@@ -131,6 +182,11 @@ impl Loader<'_> {
     fn matrix(&mut self, layout: &MatrixLayout) -> Result<Matrix, LoadError> {
         let name = layout.name();
         let blocks = layout.blocks();
+        let mut parts = Vec::new();
+        for part in &layout.parts {
+            let bias = part.bias.as_ref().map(|bias| self.bytes(bias)).transpose()?;
+            parts.push(PartBytes { rows: self.bytes(&part.tensor)?, bias });
+        }
         let mut chunks = Vec::new();
         for rows in &layout.chunks {
             let mut streams = Vec::new();
@@ -141,43 +197,49 @@ impl Loader<'_> {
             let piece = (PIECE_BYTES / layout.format.bytes(64, blocks).max(1)).max(1) * 64;
             for first in rows.clone().step_by(piece) {
                 let last = rows.end.min(first + piece);
-                let (packed, bytes) = self.pack(layout, first, last);
+                let (packed, bytes) = self.pack(layout, &parts, first, last);
                 let offsets = layout.format.stream_bytes(first - rows.start, blocks);
                 for ((buffer, stream), offset) in streams.iter().zip(&packed.streams).zip(offsets) {
                     self.backend.write(*buffer, offset, stream)?;
                 }
                 self.read(bytes)?;
             }
-            let bias = if layout.has_bias() { Some(self.bias(layout, rows.start, rows.end, &name)?) } else { None };
+            let bias = if layout.has_bias() { Some(self.bias(layout, &parts, rows, &name)?) } else { None };
             chunks.push(Chunk { first_row: rows.start, rows: rows.len(), streams, bias });
         }
         Ok(Matrix { name, format: layout.format, y_offset: layout.y_offset, cols: layout.cols, blocks, chunks })
     }
 
     /// Rows `first..last` of a matrix in the device's format, and the bytes read for them.
-    fn pack(&self, layout: &MatrixLayout, first: usize, last: usize) -> (Packed, usize) {
+    fn pack(&self, layout: &MatrixLayout, parts: &[PartBytes<'_>], first: usize, last: usize) -> (Packed, usize) {
         let mut packed = Packed::new(layout.format, last - first, layout.blocks(), self.backend.profile());
         let mut read = 0;
         for (row, part, part_row) in rows_of(layout, first, last) {
-            let bytes = part.tensor.row_bytes();
-            let data = self.checkpoint.data(&part.tensor);
-            packed.set_row(row - first, part.tensor.dtype, &data[part_row * bytes..][..bytes]);
+            let tensor = &layout.parts[part].tensor;
+            let bytes = tensor.row_bytes();
+            packed.set_row(row - first, tensor.dtype, &parts[part].rows[part_row * bytes..][..bytes]);
             read += bytes;
         }
         (packed, read)
     }
 
-    fn bias(&mut self, layout: &MatrixLayout, first: usize, last: usize, name: &str) -> Result<BufferId, LoadError> {
-        let mut values = vec![0.0f32; last - first];
+    fn bias(
+        &mut self,
+        layout: &MatrixLayout,
+        parts: &[PartBytes<'_>],
+        rows: &Range<usize>,
+        name: &str,
+    ) -> Result<BufferId, LoadError> {
+        let mut values = vec![0.0f32; rows.len()];
         for part in &layout.parts {
-            if let (Some(bias), 0) = (&part.bias, first) {
+            if let (Some(bias), 0) = (&part.bias, rows.start) {
                 self.read(bias.bytes())?;
             }
         }
-        for (row, part, part_row) in rows_of(layout, first, last) {
-            if let Some(bias) = &part.bias {
+        for (row, part, part_row) in rows_of(layout, rows.start, rows.end) {
+            if let (Some(bias), Some(data)) = (&layout.parts[part].bias, &parts[part].bias) {
                 let bytes = bias.dtype.block_bytes();
-                values[row - first] = floats(bias.dtype, &self.checkpoint.data(bias)[part_row * bytes..][..bytes])[0];
+                values[row - rows.start] = floats(bias.dtype, &data[part_row * bytes..][..bytes])[0];
             }
         }
         let buffer = self.backend.create(&format!("{name}.bias"), 4 * values.len())?;
@@ -186,20 +248,26 @@ impl Loader<'_> {
     }
 }
 
-/// The rows of a matrix with the part and the part's row that each comes from.
-fn rows_of(layout: &MatrixLayout, first: usize, last: usize) -> impl Iterator<Item = (usize, &Part, usize)> {
+/// A part of a matrix as it lies on disk.
+struct PartBytes<'a> {
+    rows: TensorBytes<'a>,
+    bias: Option<TensorBytes<'a>>,
+}
+
+/// The rows of a matrix with the part, by its place, and the part's row that each comes from.
+fn rows_of(layout: &MatrixLayout, first: usize, last: usize) -> impl Iterator<Item = (usize, usize, usize)> {
     (first..last).map(move |row| {
         if layout.paired {
-            return (row, &layout.parts[row / 8 % 2], row / 16 * 8 + row % 8);
+            return (row, row / 8 % 2, row / 16 * 8 + row % 8);
         }
         let mut begins = 0;
-        let part = layout.parts.iter().find(|part| {
+        let part = layout.parts.iter().position(|part| {
             let here = row < begins + part.tensor.shape[0];
             begins += if here { 0 } else { part.tensor.shape[0] };
             here
         });
         let part = part.expect("a matrix has the rows of its parts");
-        (row, part, file_row(row - begins, part.interleaved))
+        (row, part, file_row(row - begins, layout.parts[part].interleaved))
     })
 }
 

@@ -8,3 +8,4 @@ pub mod local;
 mod namespaces;
 mod paced;
 pub mod processes;
+mod weights;

@@ -1,5 +1,6 @@
 //! What is typed on a worker, and on the head about its cluster.
 
+use bytesize::ByteSize;
 use clap::{Args, Subcommand};
 
 use super::{OutputArgs, ProfileArg};
@@ -11,6 +12,7 @@ Examples:
   pp-run worker                                   every card of this machine, on UDP port 7711
   pp-run worker --listen 192.0.2.12:7711 --name rig2
   pp-run worker --device 0,1 --json               two adapters; one line of JSON when it is ready
+  pp-run worker --cache-size 200GB                room for tensors of models that it has no copy of
 
 The first time it makes a key and prints what to run on the head within 10 minutes; after that it just serves. It \
 ends with Ctrl-C or SIGTERM. Its firewall must let UDP in on the port; README.md has the rule, and a systemd unit.")]
@@ -31,6 +33,10 @@ pub struct WorkerArgs {
     /// Shapes of the kernels: for graphics cards or for software drivers; auto is by adapter
     #[arg(long, value_enum, default_value_t, value_name = "PROFILE")]
     pub profile: ProfileArg,
+    /// Bytes that tensors from other machines may take in $XDG_CACHE_HOME/pp-run/tensors; what was used longest ago goes
+    /// first. Only what a model's own file does not have is kept there. Units: MB, GB, TB or MiB, GiB, TiB
+    #[arg(long, value_name = "SIZE", default_value = "50GB")]
+    pub cache_size: ByteSize,
     #[command(flatten)]
     pub output: OutputArgs,
 }

@@ -1,7 +1,7 @@
 //! A model as workers look for it: by what is in its files, whatever they are called.
 
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use pp_engine::checkpoint::Checkpoint;
@@ -20,26 +20,17 @@ pub fn of(checkpoint: &Checkpoint, out: &Out) -> Result<Model> {
     let digest = digest_of(checkpoint, out)?;
     let bytes = digest::bytes(checkpoint).map_err(|error| errors::model(error.to_string()))?;
     let name = checkpoint.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    Ok(Model { digest, bytes, name })
+    Ok(Model { digest, bytes, name, manifests: Places::from_env().manifests })
 }
 
-/// The model of that digest in the models folder.
+/// The model of that digest in the models folder, if it is there. `stop` ends the search.
 ///
 /// # Errors
-/// What was looked for and where, where there is none.
-pub fn find(digest: &Digest, bytes: u64, name: &str) -> Result<PathBuf, String> {
+/// When the search was ended.
+pub fn find(digest: &Digest, bytes: u64, stop: &AtomicBool) -> Result<Option<PathBuf>, String> {
     let places = Places::from_env();
-    let Some(folder) = places.folder else {
-        return Err(format!("no {name} here: there is no models folder (set PP_MODELS or HOME)"));
-    };
-    let folders = [folder];
-    let found = Digests::new(places.digests)
-        .find(*digest, bytes, &folders, &mut |_, _| !cancel::flag().load(Ordering::Relaxed))
-        .map_err(|error| error.to_string())?;
-    found.ok_or_else(|| {
-        format!(
-            "no copy of {name} here: looked for a model of {bytes} bytes with BLAKE3 digest {digest} in {}; copy its file or folder there, under any name",
-            folders[0].display()
-        )
-    })
+    let Some(folder) = places.folder else { return Ok(None) };
+    let go_on = || !stop.load(Ordering::Relaxed) && !cancel::flag().load(Ordering::Relaxed);
+    let found = Digests::new(places.digests).find(*digest, bytes, &[folder], &mut |_, _| go_on());
+    found.map_err(|error| error.to_string())
 }

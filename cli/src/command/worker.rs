@@ -13,6 +13,7 @@ use pp_engine::cluster::control_limits;
 use pp_engine::cluster::worker::{Host, Server};
 use pp_engine::digest::Digest;
 use pp_engine::pipeline::Device;
+use pp_engine::tensor_cache::TensorCache;
 use pp_transport::enrol::{CODE_VALIDITY, Code};
 use pp_transport::identity::store::Worker as Enrolled;
 use pp_transport::identity::{CaCertificate, HostCertificate, Key, Name, Store, UnixTime};
@@ -25,7 +26,7 @@ use crate::args::WorkerArgs;
 use crate::cluster::{self, LOCK, PORT};
 use crate::errors::usage;
 use crate::models::Places;
-use crate::output::Out;
+use crate::output::{Out, bytes};
 use crate::{cancel, errors, memory, plan};
 
 /// Held as long as a worker of this folder runs.
@@ -60,10 +61,11 @@ pub fn run(args: &WorkerArgs) -> Result<ExitCode> {
         out.note(&format!("this worker was enrolled as {}: --name {wanted} is of no effect any more", peer.name));
     }
     let removed = Arc::new(AtomicBool::new(false));
+    let places = Places::from_env();
     let host = Machine {
         name: peer.name.clone(),
         authority: enrolled.identity.authority().clone(),
-        models: Places::from_env().folder,
+        tensors: places.tensors.map(|folder| TensorCache::new(folder, args.cache_size.as_u64())),
         removed: removed.clone(),
         store,
     };
@@ -75,7 +77,9 @@ pub fn run(args: &WorkerArgs) -> Result<ExitCode> {
         cluster: peer.cluster.to_string(),
         listen,
         devices: devices.iter().map(|device| DeviceRow { id: device.id(), name: device.name() }).collect(),
-        models: host.models.as_ref().map(|folder| folder.display().to_string()),
+        models: places.folder.map(|folder| folder.display().to_string()),
+        cache: host.tensors.as_ref().map(|cache| cache.folder().display().to_string()),
+        cache_bytes_max: args.cache_size.as_u64(),
     };
     let server = Server::new(node, devices, Box::new(host));
     out.note(&ready.text());
@@ -101,6 +105,10 @@ struct Ready {
     devices: Vec<DeviceRow>,
     /// Where it looks for models.
     models: Option<String>,
+    /// Where it keeps tensors that come from other machines.
+    cache: Option<String>,
+    /// How many bytes of them at most.
+    cache_bytes_max: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -113,12 +121,16 @@ impl Ready {
     fn text(&self) -> String {
         let devices: Vec<String> = self.devices.iter().map(|device| format!("{} {}", device.id, device.name)).collect();
         format!(
-            "worker {} of cluster {} serves on UDP {}\ndevices: {}\nmodels: {}",
+            "worker {} of cluster {} serves on UDP {}\ndevices: {}\nmodels: {}\ntensor cache: {}",
             self.name,
             self.cluster,
             self.listen,
             devices.join(", "),
-            self.models.as_deref().unwrap_or("no folder: set PP_MODELS or HOME")
+            self.models.as_deref().unwrap_or("no folder: set PP_MODELS or HOME"),
+            match &self.cache {
+                Some(folder) => format!("{folder}, at most {} (--cache-size)", bytes(self.cache_bytes_max)),
+                None => "no folder: set HOME or XDG_CACHE_HOME".to_owned(),
+            }
         )
     }
 }
@@ -303,14 +315,18 @@ fn about_bind(error: NodeError) -> anyhow::Error {
 struct Machine {
     name: Name,
     authority: CaCertificate,
-    models: Option<PathBuf>,
+    tensors: Option<TensorCache>,
     store: Store,
     removed: Arc<AtomicBool>,
 }
 
 impl Host for Machine {
-    fn model(&self, digest: &Digest, bytes: u64, name: &str) -> Result<PathBuf, String> {
-        cluster::model::find(digest, bytes, name)
+    fn model(&self, digest: &Digest, bytes: u64, stop: &AtomicBool) -> Result<Option<PathBuf>, String> {
+        cluster::model::find(digest, bytes, stop)
+    }
+
+    fn tensors(&self) -> Option<TensorCache> {
+        self.tensors.clone()
     }
 
     fn keep_members(&self, signed: &[u8]) -> Result<(), String> {

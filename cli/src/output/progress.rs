@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use pp_engine::weights::LoadProgress;
+
 use super::{Out, bytes};
 
 /// Work shorter than this shows no bar.
@@ -16,14 +18,17 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 pub struct Loading {
     bars: Vec<ProgressBar>,
     names: Vec<String>,
-    at: Vec<(u64, u64)>,
+    at: Vec<LoadProgress>,
+    /// Since when each stage receives from other machines.
+    receiving: Vec<Option<Instant>>,
     line: Lines,
 }
 
 impl Loading {
     /// A bar for each of `stages`: its name and the bytes it will read.
     pub fn new(out: &Out, stages: Vec<(String, u64)>) -> Loading {
-        let at = stages.iter().map(|(_, total)| (0, *total)).collect();
+        let at = stages.iter().map(|(_, total)| LoadProgress { total_bytes: *total, ..LoadProgress::default() });
+        let at: Vec<LoadProgress> = at.collect();
         let width = stages.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
         let names: Vec<String> = stages.iter().map(|(name, _)| format!("{name:width$}")).collect();
         let bars = if on_terminal(out) {
@@ -32,29 +37,38 @@ impl Loading {
         } else {
             Vec::new()
         };
-        Loading { bars, names, at, line: Lines::new(out) }
+        let receiving = vec![None; at.len()];
+        Loading { bars, names, at, receiving, line: Lines::new(out) }
     }
 
-    /// Stage `stage` has read `read` of `total` bytes.
-    pub fn update(&mut self, stage: usize, read: u64, total: u64) {
-        self.at[stage] = (read, total);
-        if let Some(bar) = self.bars.get(stage) {
-            bar.set_position(read);
-            bar.set_message(format!("{} of {}", bytes(read), bytes(total)));
+    /// How far stage `stage` is.
+    pub fn update(&mut self, stage: usize, at: LoadProgress) {
+        let total_bytes = if at.hashing.is_some() { self.at[stage].total_bytes } else { at.total_bytes };
+        self.at[stage] = LoadProgress { total_bytes, ..at };
+        if at.origins.network_bytes > 0 {
+            self.receiving[stage].get_or_insert_with(Instant::now);
         }
-        let (names, at) = (&self.names, &self.at);
-        self.line.say(|| {
-            let one = |(name, (read, total)): (&String, &(u64, u64))| {
-                format!("{} {} of {}", name.trim_end(), bytes(*read), bytes(*total))
-            };
-            format!("loading: {}", names.iter().zip(at).map(one).collect::<Vec<_>>().join("; "))
-        });
+        if let Some(bar) = self.bars.get(stage) {
+            bar.set_position(at.at_hand());
+            bar.set_message(self.text(stage));
+        }
+        let text = |stage: usize| format!("{} {}", self.names[stage].trim_end(), self.text(stage));
+        let all = || format!("loading: {}", (0..self.names.len()).map(text).collect::<Vec<_>>().join("; "));
+        let text = self.line.is_due().then(all);
+        if let Some(text) = text {
+            self.line.say(|| text);
+        }
+    }
+
+    fn text(&self, stage: usize) -> String {
+        how_far(&self.at[stage], self.receiving[stage].map(|since| since.elapsed().as_secs_f64()))
     }
 
     /// All are ready: the bars stay, full.
     pub fn finish(self) {
-        for (bar, (_, total)) in self.bars.iter().zip(&self.at) {
-            bar.set_message(bytes(*total));
+        for (bar, at) in self.bars.iter().zip(&self.at) {
+            bar.set_position(at.total_bytes);
+            bar.set_message(bytes(at.total_bytes));
             bar.finish();
         }
     }
@@ -62,6 +76,24 @@ impl Loading {
     /// It failed: the bars go.
     pub fn abandon(self) {
         self.bars.iter().for_each(ProgressBar::finish_and_clear);
+    }
+}
+
+/// `12.0 MB of 45.0 MB`, of a stage; with `34.0 MB/s, 1 s left` where it has been receiving for so many seconds.
+fn how_far(at: &LoadProgress, receiving_seconds: Option<f64>) -> String {
+    if let Some((done, total)) = at.hashing {
+        return format!("the head reads the model once: {} of {}", bytes(done), bytes(total));
+    }
+    let (done, total) = (at.at_hand(), at.total_bytes);
+    let text = format!("{} of {}", bytes(done), bytes(total));
+    // In the first moment it says little.
+    match receiving_seconds.filter(|seconds| *seconds > 0.1 && done < total) {
+        Some(seconds) => {
+            let rate = (at.origins.network_bytes as f64 / seconds).max(1.0);
+            let left = (total - done) as f64 / rate;
+            format!("{text}  {}/s, {} s left", bytes(rate as u64), left.ceil() as u64)
+        }
+        None => text,
     }
 }
 
@@ -123,10 +155,33 @@ impl Lines {
         Lines { out: *out, last: Instant::now(), terminal: io::stderr().is_terminal() }
     }
 
+    fn is_due(&self) -> bool {
+        !self.terminal && self.last.elapsed() >= LINE_EVERY
+    }
+
     fn say(&mut self, text: impl FnOnce() -> String) {
-        if !self.terminal && self.last.elapsed() >= LINE_EVERY {
+        if self.is_due() {
             self.last = Instant::now();
             self.out.note(&text());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pp_engine::checkpoint::supplied::Origins;
+
+    use super::*;
+
+    #[test]
+    fn what_is_received_has_a_rate_and_a_time_left() {
+        let origins = Origins { network_bytes: 20_000_000, cache_bytes: 5_000_000, ..Origins::default() };
+        let at = LoadProgress { read_bytes: 1_000_000, total_bytes: 45_000_000, origins, hashing: None };
+        assert_eq!(how_far(&at, Some(2.0)), "25.0 MB of 45.0 MB  10.0 MB/s, 2 s left");
+        assert_eq!(how_far(&at, None), "25.0 MB of 45.0 MB");
+        let all = LoadProgress { total_bytes: 25_000_000, ..at };
+        assert_eq!(how_far(&all, Some(2.0)), "25.0 MB of 25.0 MB");
+        let hashing = LoadProgress { hashing: Some((1_000, 2_000)), ..at };
+        assert_eq!(how_far(&hashing, None), "the head reads the model once: 1.0 kB of 2.0 kB");
     }
 }

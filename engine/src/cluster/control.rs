@@ -10,6 +10,7 @@ use crate::backend::DeviceLimits;
 use crate::contract::{Build, Contract};
 use crate::law::Use;
 use crate::layout::StageSpec;
+use crate::manifest::MANIFEST_BYTES_MAX;
 use crate::pipeline::StageReport;
 use crate::trace::{Nanos, StageSpan};
 use crate::weights::{LoadError, LoadProgress};
@@ -17,8 +18,9 @@ use crate::worker::WorkerError;
 
 /// Version of the messages. Ends of different versions refuse each other in words.
 pub const CONTROL_VERSION: u32 = 2;
-/// Largest message: a signed member list, or a block for measuring the bandwidth.
-pub const MESSAGE_BYTES_MAX: usize = (1 << 20) + 4096;
+/// Largest message: a signed member list, a block for measuring the bandwidth, or a manifest and who asks for tensors.
+pub const MESSAGE_BYTES_MAX: usize = (1 << 20) + (64 << 10);
+const _: () = assert!(MESSAGE_BYTES_MAX >= MANIFEST_BYTES_MAX + (64 << 10));
 /// Largest block for measuring the bandwidth.
 pub const ECHO_BYTES_MAX: usize = 1 << 20;
 /// Spans in one message.
@@ -132,12 +134,32 @@ pub struct Plan {
     pub model_bytes: u64,
     /// The model, for people.
     pub model_name: String,
+    /// The worker's place among those of the pipeline, from 1: part of the numbers of links for weights.
+    pub place: u32,
     /// Its stages.
     pub tasks: Vec<Task>,
     /// Frames that each hop holds.
     pub credits: u64,
     /// Bytes of the largest frame.
     pub payload_bytes: u64,
+}
+
+/// A worker of the pipeline, to others of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fellow {
+    /// Its place.
+    pub place: u32,
+    /// Its member's name.
+    pub name: String,
+}
+
+/// Where a worker may get tensors, beside the head.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Source {
+    /// Who.
+    pub fellow: Fellow,
+    /// Which tensors of the manifest it has: a bit each.
+    pub holds: Vec<u8>,
 }
 
 /// A head speaks.
@@ -147,6 +169,15 @@ pub enum ToWorker {
     Greeting(Greeting),
     /// Load these stages; whatever ran before is dropped.
     Prepare(Box<Plan>),
+    /// The model as a manifest, because some workers have no copy: those may come for tensors.
+    Manifest {
+        /// Encoded ([`crate::manifest::Manifest`]).
+        manifest: Vec<u8>,
+        /// Who may come.
+        takers: Vec<Fellow>,
+    },
+    /// To a worker without a copy: fetch what the stages need from the head and from these, and load them.
+    Fetch(Vec<Source>),
     /// All stages are there: open the links.
     Start,
     /// Frames of older epochs are dropped.
@@ -197,6 +228,10 @@ pub enum ToHead {
     Draining,
     /// What this worker makes of the same model and plan, where it is not what the head wants; nothing is loaded.
     Mismatch(Box<Contract>),
+    /// Whether the model of the plan is here as a whole.
+    HasModel(bool),
+    /// The answer to a manifest: which of its tensors are here, a bit each.
+    Holds(Vec<u8>),
     /// A stage has loaded so much.
     Progress(usize, LoadProgress),
     /// A stage is loaded.

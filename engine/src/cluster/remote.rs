@@ -17,10 +17,10 @@ use thiserror::Error;
 
 use super::clock::Alignment;
 use super::control::{self, ControlError, DeviceInfo, Greeting, Holder, Plan, Purpose, ToHead, ToWorker, Welcome};
-use super::control_limits;
+use super::{control_limits, weights};
 use crate::backend::DeviceLimits;
 use crate::contract::{Build, Contract};
-use crate::pipeline::thread::Event;
+use crate::pipeline::thread::{Event, WeightsEvent};
 use crate::trace::{Nanos, Recorder, StageSpan};
 use crate::weights::LoadError;
 use crate::worker::{Counters, WorkerError};
@@ -275,6 +275,16 @@ impl Worker {
         }
     }
 
+    /// Tells it something; if it is gone, the reader says so.
+    pub(crate) fn say(&self, message: &ToWorker) {
+        let _ = self.send(message);
+    }
+
+    /// This end of the link on which it asks for weights.
+    pub(crate) fn weights(&self, id: LinkId) -> LinkPort {
+        self.peer.open(id, weights::limits())
+    }
+
     /// The links may be opened.
     pub(crate) fn start(&self) {
         // If it is gone, the reader says so.
@@ -380,6 +390,8 @@ impl Shared {
             ToHead::Linked(stage) if is_ours(stage) => Event::Linked(stage),
             ToHead::LoadFailed(stage, error) if is_ours(stage) => Event::LoadFailed(stage, error),
             ToHead::Failed(stage, error) if is_ours(stage) => Event::Failed(stage, error),
+            ToHead::HasModel(has) => Event::Weights(self.name.clone(), WeightsEvent::HasModel(has)),
+            ToHead::Holds(holds) => Event::Weights(self.name.clone(), WeightsEvent::Holds(holds)),
             ToHead::Mismatch(theirs) => {
                 let stage = listener.stages.first().map_or(0, |(stage, _)| *stage);
                 let differences = listener.contract.differences(&theirs);

@@ -12,6 +12,7 @@ use super::session::Session;
 use crate::contract::Build;
 use crate::digest::Digest;
 use crate::pipeline::Device;
+use crate::tensor_cache::TensorCache;
 
 /// How long a head has to introduce itself.
 const GREETING: Duration = Duration::from_secs(5);
@@ -20,11 +21,14 @@ const LOOK: Duration = Duration::from_millis(100);
 
 /// What the program around a worker does for it.
 pub trait Host: Send + Sync {
-    /// The model of that digest, whose files have so many bytes.
+    /// The model of that digest, whose files have so many bytes, if it is here. Looking for it may take long; `stop` ends
+    /// it.
     ///
     /// # Errors
-    /// In words, where there is none.
-    fn model(&self, digest: &Digest, bytes: u64, name: &str) -> Result<PathBuf, String>;
+    /// In words.
+    fn model(&self, digest: &Digest, bytes: u64, stop: &AtomicBool) -> Result<Option<PathBuf>, String>;
+    /// Where tensors may be kept that come from other hosts.
+    fn tensors(&self) -> Option<TensorCache>;
     /// Keeps a member list that was verified, as it was signed.
     ///
     /// # Errors
@@ -133,7 +137,7 @@ impl Server {
         tracing::info!(head = greeting.head, %from, purpose = ?greeting.purpose, "a head has come");
         let welcome = ToHead::Welcome(Box::new(self.welcome()));
         if control.send_frame(control::encode(&welcome)).is_ok() {
-            Session::new(&self, control, lease.is_some()).run();
+            Session::new(self.clone(), control, lease.is_some()).run();
         }
         drop(lease);
         tracing::info!(head = greeting.head, %from, "a head has gone");

@@ -10,6 +10,7 @@ use pp_shaders::Profile;
 use pp_transport::quic::tuning;
 use pp_transport::{LinkId, LinkLimits, Port};
 
+use super::supply::{self, Supply};
 use super::thread::{EDGE_PATIENCE, EVENTS_PER_STAGE, Event, Ports, StageThread};
 use super::{
     Device, IN_FLIGHT_PER_STAGE, LOOK, Model, OnProgress, PATIENCE, Pipeline, PipelineError, PipelineOptions, Running,
@@ -24,7 +25,7 @@ use crate::law::shares;
 use crate::layout::{StageLayout, StageOptions, StageSpec};
 use crate::stage::message_limits;
 use crate::trace::Recorder;
-use crate::weights::LoadError;
+use crate::weights::{LoadError, LoadProgress};
 use crate::worker::Counters;
 
 impl Pipeline {
@@ -43,7 +44,8 @@ impl Pipeline {
         Pipeline::open_with(checkpoint, specs, options, &PipelineOptions::default(), devices, progress, cancel)
     }
 
-    /// As [`Pipeline::open`], with other links. Workers must find the model where they are.
+    /// As [`Pipeline::open`], with other links. Workers that do not find the model where they are get the tensors of
+    /// their stages from here and from each other.
     ///
     /// # Errors
     /// As [`Pipeline::open`].
@@ -84,12 +86,21 @@ impl Pipeline {
         let epoch = Arc::new(AtomicU64::new(1));
         let mut opening = Opening {
             counters: stages.iter().map(|_| Arc::default()).collect(),
-            running: Running { stop: Arc::default(), threads: Vec::new(), workers: workers(devices) },
+            running: Running {
+                stop: Arc::default(),
+                threads: Vec::new(),
+                sources: Vec::new(),
+                workers: workers(devices),
+            },
             waiting: stages.iter().map(|_| None).collect(),
             devices: devices.to_vec(),
             events,
             stages,
         };
+        let mut supply = between.model.as_ref().filter(|_| !opening.running.workers.is_empty()).map(|model| {
+            let Running { stop, workers, .. } = &opening.running;
+            Supply::new(checkpoint, model, links.session, workers, &tell, stop)
+        });
         opening.prepare(checkpoint, between.model.as_ref(), specs, options, &links, &tell, &recorder)?;
         for (layout, device) in layouts.into_iter().zip(devices) {
             let index = layout.spec.index;
@@ -111,7 +122,8 @@ impl Pipeline {
             opening.running.threads.push(started.map_err(|error| opening.no_thread(index, error))?);
             opening.waiting[index] = Some(give);
         }
-        let reports = opening.wait_until_loaded(progress, cancel)?;
+        let reports = opening.wait_until_loaded(supply.as_mut(), progress, cancel)?;
+        drop(supply);
         let (mut to_first, mut from_tail) = opening.link(between, &links, in_flight_max)?;
         opening.prove(to_first.as_mut(), from_tail.as_mut(), cancel)?;
         let now = Instant::now();
@@ -210,7 +222,8 @@ impl Opening {
     }
 
     fn wait_until_loaded(
-        &self,
+        &mut self,
+        mut supply: Option<&mut Supply>,
         progress: OnProgress<'_>,
         cancel: &AtomicBool,
     ) -> Result<Vec<StageReport>, PipelineError> {
@@ -223,10 +236,28 @@ impl Opening {
             match self.wrong(event)? {
                 Event::Progress(stage, at) => progress(stage, at),
                 Event::Ready(stage, report) => reports[stage] = Some(*report),
+                Event::Hashing(done, total) => {
+                    for stage in self.without_model(supply.as_deref()) {
+                        progress(stage, LoadProgress { hashing: Some((done, total)), ..LoadProgress::default() });
+                    }
+                }
+                Event::Manifest(made) => supply.as_mut().map_or(Ok(()), |supply| supply.made(made))?,
+                Event::Weights(worker, said) => {
+                    let threads = &mut self.running.sources;
+                    supply.as_mut().map_or(Ok(()), |supply| supply.hear(&worker, said, threads))?;
+                }
                 _ => {}
             }
         }
         Ok(reports.into_iter().flatten().collect())
+    }
+
+    /// Stages on workers that have no copy of the model.
+    fn without_model(&self, supply: Option<&Supply>) -> Vec<usize> {
+        let lacks = |stage: &usize| {
+            supply.is_some_and(|supply| self.worker(*stage).is_some_and(|worker| supply.lacks_model(worker)))
+        };
+        (0..self.stages.len()).filter(lacks).collect()
     }
 
     /// Tells every worker which stages are its.
@@ -247,7 +278,7 @@ impl Opening {
         let model = model.expect("a pipeline over workers says which model it is");
         let profiles: Vec<Profile> = self.devices.iter().map(|device| *device.profile()).collect();
         let contract = Contract::new(ModelFacts::of(checkpoint, model.digest), specs, options, &profiles);
-        for worker in &self.running.workers {
+        for (at, worker) in self.running.workers.iter().enumerate() {
             let is_its = |index: &usize| self.worker(*index).is_some_and(|other| Arc::ptr_eq(other, worker));
             let mine: Vec<usize> = (0..specs.len()).filter(is_its).collect();
             let neighbour = |index: Option<usize>| match index.and_then(|index| self.worker(index)) {
@@ -267,6 +298,7 @@ impl Opening {
                 contract: contract.clone(),
                 model_bytes: model.bytes,
                 model_name: model.name.clone(),
+                place: supply::place(at),
                 tasks: mine.iter().map(task).collect(),
                 credits: links.frames as u64,
                 payload_bytes: links.payload_bytes as u64,

@@ -11,8 +11,10 @@ use pp_transport::Port;
 
 use super::{Device, StageReport};
 use crate::checkpoint::Checkpoint;
+use crate::checkpoint::supplied::Origins;
 use crate::edge::{self, EdgeError};
 use crate::layout::StageLayout;
+use crate::manifest::{Manifest, ManifestError};
 use crate::stage::Stage;
 use crate::trace::{Recorder, Timestamps};
 use crate::weights::{LoadError, LoadProgress};
@@ -39,6 +41,20 @@ pub enum Event {
     LoadFailed(usize, LoadError),
     /// It stopped.
     Failed(usize, WorkerError),
+    /// What a worker says of the model's weights, by its name.
+    Weights(String, WeightsEvent),
+    /// The head has read so much of the model to know its tensors: bytes done, and in all.
+    Hashing(u64, u64),
+    /// The head knows its tensors, or why not.
+    Manifest(Result<Arc<Manifest>, ManifestError>),
+}
+
+/// A worker's answer about a model's weights.
+pub enum WeightsEvent {
+    /// Whether it has the whole model.
+    HasModel(bool),
+    /// Which tensors of the manifest it has: a bit each.
+    Holds(Vec<u8>),
 }
 
 /// The ends of the hops that a stage stands between.
@@ -126,6 +142,7 @@ impl StageThread {
             device_id: self.device.id(),
             worker: None,
             read_bytes: 0,
+            origins: Origins::default(),
             weight_bytes: layout.weight_bytes(),
             kv_bytes: layout.kv_bytes(),
             work_bytes: layout.work_bytes(),
@@ -141,8 +158,10 @@ impl StageThread {
         let mut told = 0;
         let mut progress = |at: LoadProgress| {
             // A bar needs no more than a few hundred updates.
-            if at.read_bytes - told >= (at.total_bytes / 256).max(1) || at.read_bytes == at.total_bytes {
-                told = at.read_bytes;
+            let is_far = |done: u64| done >= told + (at.total_bytes / 128).max(1);
+            let done = at.at_hand() + at.read_bytes;
+            if is_far(done) || at.read_bytes == at.total_bytes {
+                told = done;
                 self.say(Event::Progress(index, at));
             }
             !self.stopped()
@@ -157,6 +176,7 @@ impl StageThread {
             index,
             Box::new(StageReport {
                 read_bytes: stage.read_bytes(),
+                origins: stage.origins(),
                 allocated_bytes: stage.backend().allocated_bytes(),
                 load_seconds: started.elapsed().as_secs_f64(),
                 timestamps: stage.backend().timestamps(),

@@ -14,18 +14,27 @@ use pp_engine::cluster::worker::{Host, Server};
 use pp_engine::digest::Digest;
 use pp_engine::layout::{StageOptions, StageSpec};
 use pp_engine::pipeline::{Device, Model, Pipeline, PipelineError, PipelineOptions};
+use pp_engine::tensor_cache::TensorCache;
 use pp_transport::identity::{Authority, Identity, Key, Name, PeerName, Role, UnixTime};
 use pp_transport::members::{Member, Members};
 use pp_transport::quic::{Node, WhoAmI};
 
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The models of a worker: one.
-struct Models(PathBuf);
+/// What a worker has: a model or none, a cache or none.
+#[derive(Clone, Default)]
+pub struct Models {
+    pub model: Option<PathBuf>,
+    pub tensors: Option<TensorCache>,
+}
 
 impl Host for Models {
-    fn model(&self, _: &Digest, _: u64, _: &str) -> Result<PathBuf, String> {
-        Ok(self.0.clone())
+    fn model(&self, _: &Digest, _: u64, _: &AtomicBool) -> Result<Option<PathBuf>, String> {
+        Ok(self.model.clone())
+    }
+
+    fn tensors(&self) -> Option<TensorCache> {
+        self.tensors.clone()
     }
 
     fn keep_members(&self, _: &[u8]) -> Result<(), String> {
@@ -85,20 +94,26 @@ fn member(identity: &Identity, address: Option<String>) -> Member {
 impl Cluster {
     /// Workers `w0`, `w1`, … with these devices, all of which find `checkpoint`.
     pub fn new(checkpoint: &Checkpoint, devices: Vec<Vec<Device>>) -> Cluster {
+        let has = Models { model: Some(checkpoint.path.clone()), tensors: None };
+        Cluster::having(devices.into_iter().map(|devices| (devices, has.clone())).collect())
+    }
+
+    /// Workers `w0`, `w1`, … with these devices, and what each has.
+    pub fn having(workers: Vec<(Vec<Device>, Models)>) -> Cluster {
         let authority = Authority::create(UnixTime::now()).unwrap();
         let head = identity(&authority, "head", Role::Head);
         let mut members = Members::founding(authority.cluster(), member(&head, None));
         let mut nodes = Vec::new();
-        for at in 0..devices.len() {
+        for at in 0..workers.len() {
             let worker = identity(&authority, &format!("w{at}"), Role::Worker);
             let node = limits_node(WhoAmI { identity: worker.clone(), members: members.clone() });
             members.add(member(&worker, Some(node.local_addr().unwrap().to_string()))).unwrap();
             nodes.push(node);
         }
         let head = Arc::new(limits_node(WhoAmI { identity: head, members: members.clone() }));
-        let workers = nodes.into_iter().zip(devices).map(|(node, devices)| {
+        let workers = nodes.into_iter().zip(workers).map(|(node, (devices, models))| {
             node.set_members(members.clone());
-            let server = Server::new(node, devices, Box::new(Models(checkpoint.path.clone())));
+            let server = Server::new(node, devices, Box::new(models));
             let stop = Arc::new(AtomicBool::new(false));
             let (serving, stopped) = (server.clone(), stop.clone());
             let thread = std::thread::spawn(move || serving.serve(&stopped));
@@ -136,7 +151,7 @@ impl Cluster {
                 }
             })
             .collect();
-        let model = Model { digest: Digest([0; 32]), bytes: 0, name: "test".to_owned() };
+        let model = Model { digest: Digest([0; 32]), bytes: 0, name: "test".to_owned(), manifests: None };
         let between = PipelineOptions { model: Some(model), ..PipelineOptions::default() };
         let specs = StageSpec::pipeline(split);
         let go_on = AtomicBool::new(false);

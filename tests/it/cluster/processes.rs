@@ -82,6 +82,11 @@ impl Machine {
         self.home.path().join("data/pp-run/models")
     }
 
+    /// Where tensors from other machines are.
+    pub fn tensors(&self) -> PathBuf {
+        self.home.path().join("cache/pp-run/tensors")
+    }
+
     /// Where its identity is.
     pub fn cluster(&self) -> PathBuf {
         self.home.path().join("config/pp-run/cluster")
@@ -227,7 +232,7 @@ impl Said {
     }
 }
 
-/// A cluster of a head and workers that serve, each with a copy of the model `model` (of tests/data).
+/// A cluster of a head and workers that serve, each with a copy of a model (of tests/data) or without.
 pub struct Cluster {
     pub head: Machine,
     pub workers: Vec<(Machine, Worker)>,
@@ -237,14 +242,31 @@ impl Cluster {
     /// Begins it and enrols workers of these names.
     #[track_caller]
     pub fn of(names: &[&str], model: &str) -> Cluster {
+        Cluster::begun(names, Some(model), &[], &[])
+    }
+
+    /// The same without the model; `more` is added to the workers' arguments.
+    #[track_caller]
+    pub fn without_model(names: &[&str], more: &[&str]) -> Cluster {
+        Cluster::begun(names, None, more, &[])
+    }
+
+    /// The same with workers that log.
+    #[track_caller]
+    pub fn logging(names: &[&str], filter: &str) -> Cluster {
+        Cluster::begun(names, None, &[], &[("PP_LOG", filter), ("NO_COLOR", "1")])
+    }
+
+    #[track_caller]
+    fn begun(names: &[&str], model: Option<&str>, more: &[&str], environment: &[(&str, &str)]) -> Cluster {
         let head = Machine::new();
         head.object(&["cluster", "init"]);
         let mut workers: Vec<(Machine, Worker)> = names
             .iter()
             .map(|name| {
                 let machine = Machine::new();
-                machine.take_model(model, "renamed");
-                let worker = machine.worker(name, None, &[], &[]);
+                model.iter().for_each(|model| machine.take_model(model, "renamed"));
+                let worker = machine.worker(name, None, more, environment);
                 (machine, worker)
             })
             .collect();
