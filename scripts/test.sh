@@ -19,7 +19,7 @@ cargo clippy --quiet --workspace --all-targets -- --deny warnings
 say "cargo test"
 cargo test --workspace
 if cargo +nightly fuzz --version >/dev/null 2>&1; then
-    for target in enrolment members link control payload; do
+    for target in enrolment members link control payload weights; do
         say "fuzzing $target for 30 s"
         mkdir -p "target/fuzz/$target"
         cargo +nightly fuzz run "$target" "target/fuzz/$target" "fuzz/corpus/$target" -- -max_total_time=30 -verbosity=0

@@ -10,7 +10,10 @@ use pp_transport::{Frame, FrameHeader};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::checkpoint::Checkpoint;
 use crate::cluster::control::{self, ToHead, ToWorker};
+use crate::cluster::weights::{decode_ask, decode_reply, encode_ask, encode_reply};
+use crate::manifest::{Entry, Manifest};
 use crate::message::{MessageLimits, decode_outputs, decode_step, encode_outputs, encode_step};
 use crate::wire::Wire;
 
@@ -39,6 +42,35 @@ fn check_message<T: Serialize + DeserializeOwned>(bytes: &[u8]) {
         // Not a value, but how it is written: what is in it need not be equal to itself.
         let again: T = control::decode(&said).expect("what was taken can be said again");
         assert_eq!(control::encode(&again), said);
+    }
+}
+
+/// What crosses links for weights, and manifests. The first byte says which.
+pub fn weights(bytes: &[u8]) {
+    let Some((kind, bytes)) = bytes.split_first() else { return };
+    let frame = Frame { header: FrameHeader::default(), payload: bytes.to_vec().into() };
+    match kind % 3 {
+        0 => {
+            if let Ok(ask) = decode_ask(&frame) {
+                assert_eq!(decode_ask(&encode_ask(&ask)), Ok(ask));
+            }
+        }
+        1 => {
+            if let Ok((reply, piece)) = decode_reply(&frame) {
+                assert_eq!(decode_reply(&encode_reply(&reply, &piece)), Ok((reply, piece)));
+            }
+        }
+        _ => {
+            if let Ok(manifest) = Manifest::decode(bytes) {
+                let said = manifest.encode();
+                // Floats in it need not be equal to themselves.
+                assert_eq!(Manifest::decode(&said).expect("what was taken can be said again").encode(), said);
+                // Laid out as a worker would, whatever it lists.
+                let bytes: usize = manifest.tensors.iter().map(Entry::bytes).sum();
+                let model = Checkpoint::supplied(&manifest, "fuzzed", None);
+                assert_eq!(model.tensors().map(|tensor| tensor.bytes()).sum::<usize>(), bytes);
+            }
+        }
     }
 }
 

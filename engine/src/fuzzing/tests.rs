@@ -1,10 +1,14 @@
 use std::path::PathBuf;
 
 use super::*;
-use crate::cluster::control::{Beat, CONTROL_VERSION, Greeting, Holder, Purpose};
+use crate::checkpoint::supplied::Bound;
+use crate::cluster::control::{Beat, CONTROL_VERSION, Fellow, Greeting, Holder, Purpose, Source};
+use crate::cluster::weights::{Ask, Reply, encode_ask, encode_reply};
 use crate::contract::Build;
+use crate::digest::Digest;
 use crate::message::{Candidate, LogitEdit, Output, OutputRequest, Outputs, Span, Step};
 use crate::trace::StageSpan;
+use crate::weights::LoadError;
 
 /// Puts what must be there for a fuzzer to begin with into the corpus, where `PP_FUZZ_SEEDS` is set; else all that is
 /// there goes through the target.
@@ -30,6 +34,7 @@ fn the_corpus_of_control_is_borne() {
     let said = |frame: Frame| frame.payload.to_vec();
     let head = "user@desk".to_owned();
     let greeting = Greeting { build: Build::this(), head: head.clone(), purpose: Purpose::Lease };
+    let fellow = Fellow { place: 2, name: "rig3".to_owned() };
     let to_worker = [
         ToWorker::Greeting(greeting),
         ToWorker::Start,
@@ -40,6 +45,8 @@ fn the_corpus_of_control_is_borne() {
         ToWorker::Members(vec![1; 30]),
         ToWorker::Certificate(vec![0x30; 30]),
         ToWorker::Drain(true),
+        ToWorker::Manifest { manifest: vec![1; 20], takers: vec![fellow.clone()] },
+        ToWorker::Fetch(vec![Source { fellow, holds: vec![0xff, 1] }]),
     ];
     let spans = vec![StageSpan { step: 4, arrived: 10, sent: 1 << 33, ..StageSpan::default() }; 2];
     let to_head = [
@@ -52,12 +59,31 @@ fn the_corpus_of_control_is_borne() {
         ToHead::Echo(vec![9; 20]),
         ToHead::Done(Ok(())),
         ToHead::Done(Err("it does not".to_owned())),
+        ToHead::HasModel(false),
+        ToHead::Holds(vec![0x0f; 9]),
+        ToHead::LoadFailed(1, LoadError::NoRoom { needed: 1 << 40, room: 7, bound: Bound::Disk }),
     ];
     let mut seeds: Vec<Vec<u8>> = to_worker.iter().map(|message| said(control::encode(message))).collect();
     seeds.extend(to_head.iter().map(|message| said(control::encode(message))));
     // Every kind, to be gone on with.
-    seeds.extend((0..16).map(|kind| [&CONTROL_VERSION.to_le_bytes()[..], &[kind], &[1; 40]].concat()));
+    seeds.extend((0..20).map(|kind| [&CONTROL_VERSION.to_le_bytes()[..], &[kind], &[1; 40]].concat()));
     check("control", super::control, &seeds);
+}
+
+#[test]
+fn the_corpus_of_weights_is_borne() {
+    let ask = Ask { tensor: 3, offset: 1 << 33, bytes: 6 };
+    let tiny = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny-gguf/llama3-rope-factors.gguf");
+    let tiny = Checkpoint::open(&tiny).unwrap();
+    let manifest = Manifest::of(&tiny, Digest([3; 32]), &mut |_, _| true).unwrap();
+    let kind = |kind: u8, bytes: &[u8]| [&[kind][..], bytes].concat();
+    let seeds = [
+        kind(0, &encode_ask(&ask).payload),
+        kind(1, &encode_reply(&Reply::Piece(ask), &[1, 2, 3, 4, 5, 6]).payload),
+        kind(1, &encode_reply(&Reply::Lacks(3), &[]).payload),
+        kind(2, &manifest.encode()),
+    ];
+    check("weights", super::weights, &seeds);
 }
 
 #[test]
