@@ -45,6 +45,11 @@ const ENROL_IDLE: Duration = Duration::from_secs(10);
 /// # Errors
 /// [`TlsError`]: the identity is a head's, which never listens, or rustls refuses its certificates.
 pub fn server_config(identity: &Identity) -> Result<quinn::ServerConfig, TlsError> {
+    quic_server(rustls_server(identity)?)
+}
+
+/// The same without QUIC.
+pub(crate) fn rustls_server(identity: &Identity) -> Result<rustls::ServerConfig, TlsError> {
     if identity.name().role != Role::Worker {
         return Err(TlsError::HeadListens { name: Box::new(identity.name().clone()) });
     }
@@ -53,7 +58,7 @@ pub fn server_config(identity: &Identity) -> Result<quinn::ServerConfig, TlsErro
         .with_protocol_versions(&[&TLS13])?
         .with_client_cert_verifier(clients)
         .with_single_cert(vec![identity.certificate().der().clone()], identity.key().der())?;
-    served(config, ALPN)
+    Ok(serving(config, ALPN))
 }
 
 /// What a member dials with: [`ALPN`], its own certificate, and only a server of the same cluster. Which one is the
@@ -62,11 +67,16 @@ pub fn server_config(identity: &Identity) -> Result<quinn::ServerConfig, TlsErro
 /// # Errors
 /// [`TlsError`]: rustls refuses the certificates.
 pub fn client_config(identity: &Identity) -> Result<quinn::ClientConfig, TlsError> {
+    quic_client(rustls_client(identity)?)
+}
+
+/// The same without QUIC.
+pub(crate) fn rustls_client(identity: &Identity) -> Result<rustls::ClientConfig, TlsError> {
     let config = rustls::ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&TLS13])?
         .with_root_certificates(roots(identity.authority())?)
         .with_client_auth_cert(vec![identity.certificate().der().clone()], identity.key().der())?;
-    dialled(config, ALPN)
+    Ok(dialling(config, ALPN))
 }
 
 /// What a worker that is in no cluster listens with: [`ENROL_ALPN`], and a certificate that it has signed itself. The
@@ -153,21 +163,37 @@ fn roots(authority: &CaCertificate) -> Result<Arc<RootCertStore>, TlsError> {
     Ok(Arc::new(roots))
 }
 
-fn served(mut config: rustls::ServerConfig, alpn: &[u8]) -> Result<quinn::ServerConfig, TlsError> {
+fn serving(mut config: rustls::ServerConfig, alpn: &[u8]) -> rustls::ServerConfig {
     config.alpn_protocols = vec![alpn.to_vec()];
     config.max_early_data_size = 0;
     config.send_tls13_tickets = 0;
     config.session_storage = Arc::new(NoServerSessionStorage {});
+    config
+}
+
+fn served(config: rustls::ServerConfig, alpn: &[u8]) -> Result<quinn::ServerConfig, TlsError> {
+    quic_server(serving(config, alpn))
+}
+
+fn quic_server(config: rustls::ServerConfig) -> Result<quinn::ServerConfig, TlsError> {
     let config = QuicServerConfig::try_from(config).map_err(|_| TlsError::Suite)?;
     Ok(quinn::ServerConfig::with_crypto(Arc::new(config)))
 }
 
-fn dialled(mut config: rustls::ClientConfig, alpn: &[u8]) -> Result<quinn::ClientConfig, TlsError> {
+fn dialling(mut config: rustls::ClientConfig, alpn: &[u8]) -> rustls::ClientConfig {
     config.alpn_protocols = vec![alpn.to_vec()];
     config.enable_early_data = false;
     config.resumption = Resumption::disabled();
     // A worker has one certificate, and the name of the cluster is nobody's business on the way.
     config.enable_sni = false;
+    config
+}
+
+fn dialled(config: rustls::ClientConfig, alpn: &[u8]) -> Result<quinn::ClientConfig, TlsError> {
+    quic_client(dialling(config, alpn))
+}
+
+fn quic_client(config: rustls::ClientConfig) -> Result<quinn::ClientConfig, TlsError> {
     let config = QuicClientConfig::try_from(config).map_err(|_| TlsError::Suite)?;
     Ok(quinn::ClientConfig::new(Arc::new(config)))
 }
