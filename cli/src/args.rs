@@ -1,6 +1,7 @@
 //! What was typed. Says nothing about what it means: that is [`crate::settings`].
 
 mod cluster;
+mod network;
 
 use std::path::PathBuf;
 
@@ -8,6 +9,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Deserialize;
 
 pub use cluster::{AddArgs, ClusterArgs, ClusterVerb, DrainArgs, InitArgs, RemoveArgs, StatusArgs, WorkerArgs};
+pub use network::{NetBenchArgs, NetBenchEndArgs, NetworkArg, TransportArg};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -84,6 +86,11 @@ pub enum Verb {
     Worker(WorkerArgs),
     /// The cluster that this machine is the head of: begin it, add workers, see how they are, remove them
     Cluster(ClusterArgs),
+    /// What a hop costs: QUIC beside TCP and TCP with TLS, on this machine or to a worker
+    NetBench(NetBenchArgs),
+    /// One end of a measurement: what net-bench starts
+    #[command(hide = true)]
+    NetBenchEnd(NetBenchEndArgs),
 }
 
 /// One answer.

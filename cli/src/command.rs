@@ -5,6 +5,7 @@ mod bench;
 mod cluster;
 mod devices;
 mod inspect;
+mod net_bench;
 mod perplexity;
 mod plan;
 mod run;
@@ -52,6 +53,8 @@ pub fn run(cli: Cli) -> Result<ExitCode> {
         Some(Verb::Trace(args)) => trace::run(&args),
         Some(Verb::Worker(args)) => worker::run(&args),
         Some(Verb::Cluster(args)) => cluster::run(&args),
+        Some(Verb::NetBench(args)) => net_bench::run(&args),
+        Some(Verb::NetBenchEnd(args)) => net_bench::ends::run(&args),
     }
 }
 

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
 use pp_engine::cluster::control_limits;
+use pp_engine::cluster::health::{Finding, Model};
 use pp_engine::cluster::worker::{Host, Server};
 use pp_engine::digest::Digest;
 use pp_engine::pipeline::Device;
@@ -327,6 +328,10 @@ impl Host for Machine {
 
     fn tensors(&self) -> Option<TensorCache> {
         self.tensors.clone()
+    }
+
+    fn examine(&self, models: &[Model]) -> Vec<Finding> {
+        Vec::new()
     }
 
     fn keep_members(&self, signed: &[u8]) -> Result<(), String> {

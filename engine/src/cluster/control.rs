@@ -6,6 +6,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use super::health;
 use crate::backend::DeviceLimits;
 use crate::contract::{Build, Contract};
 use crate::law::Use;
@@ -194,6 +195,10 @@ pub enum ToWorker {
     Certificate(Vec<u8>),
     /// Finish what runs and take nothing new; or be of use again.
     Drain(bool),
+    /// Is all well, and are these models there?
+    Examine(Vec<health::Model>),
+    /// Serve a measurement on a link of this session, with frames of so many bytes.
+    Measure(u64, u64),
 }
 
 /// What a stage has done, in short.
@@ -252,6 +257,8 @@ pub enum ToHead {
     Echo(Vec<u8>),
     /// A list, a certificate or a wish was taken, or why not.
     Done(Result<(), String>),
+    /// How its host is.
+    Health(Box<health::Health>),
 }
 
 /// Why a message is refused.

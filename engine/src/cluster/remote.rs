@@ -5,7 +5,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crossbeam_channel::Sender;
 use pp_shaders::Profile;
@@ -17,7 +17,7 @@ use thiserror::Error;
 
 use super::clock::Alignment;
 use super::control::{self, ControlError, DeviceInfo, Greeting, Holder, Plan, Purpose, ToHead, ToWorker, Welcome};
-use super::{control_limits, weights};
+use super::{control_limits, health, measure, weights};
 use crate::backend::DeviceLimits;
 use crate::contract::{Build, Contract};
 use crate::pipeline::thread::{Event, WeightsEvent};
@@ -232,11 +232,41 @@ impl Worker {
         match self.ask(message)? {
             ToHead::Done(Ok(())) => Ok(()),
             ToHead::Done(Err(reason)) => Err(LeaseError::Refused { worker: self.name.clone(), reason }),
-            _ => {
-                let error = ControlError::Malformed { message: "an answer to another question".to_owned() };
-                Err(LeaseError::Control { worker: self.name.clone(), error })
-            }
+            _ => Err(self.other_answer()),
         }
+    }
+
+    /// How its host is, and by how much its clock is ahead of ours, give or take half the round trip.
+    ///
+    /// # Errors
+    /// [`LeaseError`] when it does not answer.
+    pub fn health(&self, models: &[health::Model]) -> Result<(health::Health, f64), LeaseError> {
+        let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+        let asked = now();
+        match self.ask(&ToWorker::Examine(models.iter().take(health::MODELS_MAX).cloned().collect()))? {
+            ToHead::Health(health) => {
+                let way = self.round_trip().unwrap_or_default().as_secs_f64() / 2.0;
+                let ahead = health.unix_ms as f64 * 1e-3 - asked - way;
+                Ok((*health, ahead))
+            }
+            _ => Err(self.other_answer()),
+        }
+    }
+
+    /// A link to it that is only for measuring: it serves ([`pp_transport::measure::serve`]) until the link or this
+    /// worker is dropped. A worker that runs stages refuses.
+    ///
+    /// # Errors
+    /// [`LeaseError`].
+    pub fn measure(&self, payload_bytes: usize) -> Result<Box<dyn Port>, LeaseError> {
+        let session = draw();
+        self.tell(&ToWorker::Measure(session, payload_bytes as u64))?;
+        Ok(Box::new(self.peer.open(measure::id(session), measure::limits(payload_bytes))))
+    }
+
+    fn other_answer(&self) -> LeaseError {
+        let error = ControlError::Malformed { message: "an answer to another question".to_owned() };
+        LeaseError::Control { worker: self.name.clone(), error }
     }
 
     /// A question and its answer, one at a time.
@@ -370,7 +400,7 @@ impl Shared {
         match message {
             ToHead::Pong(sent, there) => return locked(&self.alignment).add(sent, there, back),
             ToHead::Welcome(_) | ToHead::Busy(_) | ToHead::Draining => return,
-            ToHead::Done(_) | ToHead::Echo(_) => {
+            ToHead::Done(_) | ToHead::Echo(_) | ToHead::Health(_) => {
                 *locked(&self.answer) = Some(message);
                 return self.answered.notify_all();
             }

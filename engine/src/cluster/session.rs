@@ -16,6 +16,8 @@ use pp_transport::{LinkId, LinkLimits, Port, PortError};
 
 use super::control::{self, Beat, ECHO_BYTES_MAX, Fellow, Neighbour, Plan, SPANS_MAX, Source, Task, ToHead, ToWorker};
 use super::fetch::{Fetcher, Offer};
+use super::health::MODELS_MAX;
+use super::measure::Serving;
 use super::weights::{self, OTHERS_MAX, PLACES_MAX, Stock};
 use super::worker::Server;
 use crate::checkpoint::Checkpoint;
@@ -54,6 +56,7 @@ pub(super) struct Session {
     pending: Option<Pending>,
     running: Option<Running>,
     lending: Option<Lending>,
+    measuring: Option<Serving>,
 }
 
 /// A plan for which the model is looked for, or is not here.
@@ -143,8 +146,8 @@ impl Drop for Running {
 
 impl Session {
     pub(super) fn new(server: Arc<Server>, control: LinkPort, is_lease: bool) -> Session {
-        let (pending, running, lending) = (None, None, None);
-        Session { server, control, is_lease, origin: Instant::now(), pending, running, lending }
+        let (pending, running, lending, measuring) = (None, None, None, None);
+        Session { server, control, is_lease, origin: Instant::now(), pending, running, lending, measuring }
     }
 
     /// Until the head goes, or the worker ends.
@@ -218,6 +221,15 @@ impl Session {
                 self.server.drain(draining);
                 self.say(&ToHead::Done(Ok(())));
             }
+            ToWorker::Examine(models) if models.len() <= MODELS_MAX => {
+                self.say(&ToHead::Health(Box::new(self.server.health(&models))));
+            }
+            ToWorker::Measure(session, payload_bytes) => {
+                self.measuring = None;
+                let begun = Serving::start(&self.server, &self.control, session, payload_bytes);
+                let answer = begun.map(|serving| self.measuring = Some(serving));
+                self.say(&ToHead::Done(answer));
+            }
             ToWorker::Prepare(plan) if self.is_lease => self.prepare(*plan),
             ToWorker::Start => self.start(),
             ToWorker::Epoch(epoch) => {
@@ -236,7 +248,8 @@ impl Session {
             | ToWorker::Echo(_)
             | ToWorker::Prepare(_)
             | ToWorker::Manifest { .. }
-            | ToWorker::Fetch(_) => {
+            | ToWorker::Fetch(_)
+            | ToWorker::Examine(_) => {
                 self.say(&ToHead::Done(Err("this is not the time for that".to_owned())));
             }
         }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use pp_transport::quic::{Joined, Node};
 
 use super::control::{self, DeviceInfo, Greeting, Holder, Purpose, ToHead, ToWorker, Welcome};
+use super::health;
 use super::session::Session;
 use crate::contract::Build;
 use crate::digest::Digest;
@@ -41,6 +42,8 @@ pub trait Host: Send + Sync {
     fn keep_certificate(&self, der: &[u8]) -> Result<(), String>;
     /// Bytes of memory of the host, and how many are free.
     fn memory(&self) -> Option<(u64, u64)>;
+    /// How the host is, and whether these models are there; nothing that takes long.
+    fn examine(&self, models: &[health::Model]) -> Vec<health::Finding>;
 }
 
 /// A worker.
@@ -168,6 +171,13 @@ impl Server {
             members_version: who.members.version(),
             certificate_until: who.identity.certificate().not_after().as_secs(),
         }
+    }
+
+    pub(super) fn health(&self, models: &[health::Model]) -> health::Health {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let mut findings = self.host.examine(models);
+        findings.truncate(health::FINDINGS_MAX);
+        health::Health { unix_ms: since.as_millis() as u64, findings }
     }
 
     /// What the leased stages are, for others.

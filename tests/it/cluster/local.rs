@@ -48,6 +48,10 @@ impl Host for Models {
     fn memory(&self) -> Option<(u64, u64)> {
         None
     }
+
+    fn examine(&self, _: &[pp_engine::cluster::health::Model]) -> Vec<pp_engine::cluster::health::Finding> {
+        Vec::new()
+    }
 }
 
 /// A worker in threads.

@@ -1,0 +1,149 @@
+//! What is typed about the state of machines and of the network between them.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+use super::OutputArgs;
+
+/// Largest frame that is measured with.
+const FRAME_BYTES_MAX: usize = pp_engine::cluster::measure::PAYLOAD_BYTES_MAX;
+
+/// `net-bench`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  pp-run net-bench                                     everything; two to five minutes
+  pp-run net-bench --networks loopback --sizes 8K,64K --seconds 2
+  pp-run net-bench --networks relay --delays 10 --losses 0,0.1,1
+  pp-run net-bench --worker rig2                       the way to a worker of this head's cluster
+
+Two processes send each other the frames that stages do: through memory, over QUIC as a pipeline has it, over plain TCP, \
+and over TCP with TLS 1.3 and the same certificates. The networks `veth` (a virtual cable between two network namespaces, \
+MTU 1500) and `relay` (the same with delay and loss) need root and `ip`; else their rows say why they were not measured.")]
+pub struct NetBenchArgs {
+    /// Measure the way to this worker instead
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["networks", "delays", "losses", "seed"])]
+    pub worker: Option<String>,
+    /// Networks, comma-separated
+    #[arg(long, value_enum, value_name = "NAME,…", value_delimiter = ',', default_value = "loopback,veth,relay")]
+    pub networks: Vec<NetworkArg>,
+    /// Bytes of the frames, comma-separated; K and M are 1024 and 1024² [default: 64,8K,64K,1M,32M; relay: 8K,64K,1M]
+    #[arg(long, value_name = "BYTES,…", value_delimiter = ',', value_parser = frame_bytes)]
+    pub sizes: Vec<usize>,
+    /// Most round trips of a size
+    #[arg(long, value_name = "N", default_value_t = 2000)]
+    pub reps: usize,
+    /// How long round trips of a size are made, and frames sent one way
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.5, value_parser = seconds)]
+    pub seconds: f64,
+    /// Give up a size, and larger ones, that take longer
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = seconds)]
+    pub patience: f64,
+    /// Delays that the relay adds each way, in milliseconds, comma-separated
+    #[arg(long, value_name = "MS,…", value_delimiter = ',', default_value = "0,10,50", value_parser = clap::value_parser!(u32).range(0..=10_000))]
+    pub delays: Vec<u32>,
+    /// Packets of a hundred that the relay loses, comma-separated
+    #[arg(long, value_name = "PERCENT,…", value_delimiter = ',', default_value = "0,0.1,1", value_parser = percent)]
+    pub losses: Vec<f64>,
+    /// Start of the random numbers by which packets are lost
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub seed: u64,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// What lies between the two ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum NetworkArg {
+    /// The loopback device
+    Loopback,
+    /// A pair of virtual Ethernet devices between two network namespaces, MTU 1500
+    Veth,
+    /// Two TUN devices, MTU 1500, and a relay between them that delays and loses
+    Relay,
+}
+
+/// How frames cross.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TransportArg {
+    /// A channel between two threads
+    Local,
+    /// QUIC, as between stages
+    Quic,
+    /// TCP
+    Tcp,
+    /// TCP with TLS 1.3
+    Tls,
+}
+
+/// `net-bench-end`, one end of a measurement: what `net-bench` starts
+#[derive(Debug, Args)]
+pub struct NetBenchEndArgs {
+    /// Folder of this end's identity
+    #[arg(long, value_name = "FOLDER")]
+    pub folder: PathBuf,
+    /// Serve at this address, until stdin ends
+    #[arg(long, value_name = "ADDR:PORT", conflicts_with = "to", required_unless_present = "to")]
+    pub listen: Option<SocketAddr>,
+    /// Measure to the end that serves at this address
+    #[arg(long, value_name = "ADDR:PORT")]
+    pub to: Option<SocketAddr>,
+    /// How
+    #[arg(long, value_enum, value_name = "NAME")]
+    pub transport: TransportArg,
+    /// Bytes of the frames
+    #[arg(long, value_name = "BYTES,…", value_delimiter = ',', value_parser = frame_bytes, required = true)]
+    pub sizes: Vec<usize>,
+    /// Most round trips of a size
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub reps: usize,
+    /// How long each measurement takes
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0, value_parser = seconds)]
+    pub seconds: f64,
+}
+
+fn frame_bytes(text: &str) -> Result<usize, String> {
+    let (digits, unit) = match text.trim_end_matches(['k', 'K', 'm', 'M']) {
+        digits if digits.len() == text.len() => (digits, 1),
+        digits if text.ends_with(['k', 'K']) => (digits, 1 << 10),
+        digits => (digits, 1 << 20),
+    };
+    let wanted = || format!("expected 1 to {FRAME_BYTES_MAX} bytes, such as 64, 8K or 1M");
+    let bytes = digits.parse::<usize>().ok().and_then(|number| number.checked_mul(unit));
+    bytes.filter(|bytes| (1..=FRAME_BYTES_MAX).contains(bytes) && digits.len() + 1 >= text.len()).ok_or_else(wanted)
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    let in_range = |seconds: &f64| (0.0..=3600.0).contains(seconds);
+    text.parse().ok().filter(in_range).ok_or_else(|| "expected 0 to 3600 seconds".to_owned())
+}
+
+fn percent(text: &str) -> Result<f64, String> {
+    let in_range = |percent: &f64| (0.0..=50.0).contains(percent);
+    text.parse().ok().filter(in_range).ok_or_else(|| "expected 0 to 50 of a hundred".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units_and_limits() {
+        for (text, bytes) in [("64", 64), ("8K", 8 << 10), ("8k", 8 << 10), ("32M", 32 << 20), ("1", 1)] {
+            assert_eq!(frame_bytes(text), Ok(bytes));
+        }
+        for text in ["", "0", "K", "8KK", "8MK", "-1", "33M", "1.5M", "8G", "99999999999999999999", "99999999999999M"] {
+            assert!(frame_bytes(text).unwrap_err().contains("8K"), "{text}");
+        }
+    }
+
+    #[test]
+    fn times_and_shares_have_limits() {
+        assert_eq!((seconds("0.5"), percent("0.1")), (Ok(0.5), Ok(0.1)));
+        for text in ["-1", "x", "NaN", "inf", "5000"] {
+            assert!(seconds(text).is_err() && percent(text).is_err(), "{text}");
+        }
+    }
+}
