@@ -9,7 +9,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Deserialize;
 
 pub use cluster::{AddArgs, ClusterArgs, ClusterVerb, DrainArgs, InitArgs, RemoveArgs, StatusArgs, WorkerArgs};
-pub use network::{NetBenchArgs, NetBenchEndArgs, NetworkArg, TransportArg};
+pub use network::{DoctorArgs, NetBenchArgs, NetBenchEndArgs, NetworkArg, TransportArg};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -31,6 +31,7 @@ Exit codes:
   3    no usable device, or not enough device memory
   4    the model cannot be found or read, or is not supported
   5    a worker is busy, does not answer, is not a member, or does not take its stages
+  6    `doctor` has warnings, and no errors (with errors it is 1)
   130  cancelled with Ctrl-C; what was answered until then has been printed
   141  nobody reads the output any more
 
@@ -86,6 +87,8 @@ pub enum Verb {
     Worker(WorkerArgs),
     /// The cluster that this machine is the head of: begin it, add workers, see how they are, remove them
     Cluster(ClusterArgs),
+    /// Whether all is well: drivers, devices, network, keys, models and workers; and what to do where it is not
+    Doctor(DoctorArgs),
     /// What a hop costs: QUIC beside TCP and TCP with TLS, on this machine or to a worker
     NetBench(NetBenchArgs),
     /// One end of a measurement: what net-bench starts

@@ -4,6 +4,7 @@ mod batch;
 mod bench;
 mod cluster;
 mod devices;
+mod doctor;
 mod inspect;
 mod net_bench;
 mod perplexity;
@@ -53,6 +54,7 @@ pub fn run(cli: Cli) -> Result<ExitCode> {
         Some(Verb::Trace(args)) => trace::run(&args),
         Some(Verb::Worker(args)) => worker::run(&args),
         Some(Verb::Cluster(args)) => cluster::run(&args),
+        Some(Verb::Doctor(args)) => doctor::run(&args),
         Some(Verb::NetBench(args)) => net_bench::run(&args),
         Some(Verb::NetBenchEnd(args)) => net_bench::ends::run(&args),
     }

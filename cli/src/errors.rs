@@ -28,6 +28,8 @@ pub enum Exit {
     Model = 4,
     /// A worker is busy, not there, or does not do what it should.
     Worker = 5,
+    /// `doctor` has found what will not go well for long.
+    Warnings = 6,
     /// Ctrl-C.
     Cancelled = 130,
     /// The reader of stdout went away: as a shell reports SIGPIPE. Nothing is printed.

@@ -101,7 +101,7 @@ pub fn digest_of(checkpoint: &Checkpoint, out: &Out) -> Result<Digest> {
 }
 
 /// GGUF files and folders with a config.json.
-fn models_in(folder: &Path) -> Vec<String> {
+pub fn models_in(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
         .filter(|entry| {

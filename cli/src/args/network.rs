@@ -54,6 +54,32 @@ pub struct NetBenchArgs {
     pub output: OutputArgs,
 }
 
+/// `doctor`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  pp-run doctor                          this machine
+  pp-run doctor --cluster                and every worker of this head's cluster
+  pp-run doctor --json | jq -r '.findings[] | select(.severity != \"ok\") | .advice'
+
+Ends with 0 when all is well or only worth a note, with 6 when there are warnings, with 1 when there are errors.")]
+pub struct DoctorArgs {
+    /// Look at the workers of this head's cluster as well
+    #[arg(long)]
+    pub cluster: bool,
+    /// Where a worker would listen (UDP); without a port it is 7711
+    #[arg(long, value_name = "ADDR[:PORT]", default_value = "0.0.0.0")]
+    pub listen: String,
+    /// Skip the self-test of the kernels on each device
+    #[arg(long)]
+    pub no_selftest: bool,
+    /// With --cluster: do not measure the bandwidth (a few MiB to every worker and back)
+    #[arg(long)]
+    pub no_bandwidth: bool,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
 /// What lies between the two ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum NetworkArg {

@@ -27,6 +27,9 @@ fn verbs_take_the_options_that_make_sense() {
         &["bench", "-m", "x", "--prompt-tokens", "8", "--gen-tokens", "4", "--depths", "0,512", "--reps", "2"],
         &["inspect", "x", "--json"],
         &["devices", "--json", "--no-selftest"],
+        &["doctor", "--cluster", "--no-selftest", "--no-bandwidth", "--listen", "127.0.0.1", "--json"],
+        &["net-bench", "--networks", "veth,relay", "--sizes", "64,8K", "--delays", "0,10", "--losses", "0.1", "--json"],
+        &["net-bench", "--worker", "rig2"],
         &["trace", "run.json", "--svg", "run.svg", "--from", "0.5", "--to", "1", "--json"],
     ] {
         assert!(parse(line).unwrap().verb.is_some(), "{line:?}");

@@ -22,6 +22,7 @@ use crate::cluster::gather::DIAL;
 use crate::cluster::{self, Here, LOCK, lease_error, typed_address, typed_name};
 use crate::errors::{self, usage};
 use crate::output::{Out, Report};
+pub(super) use status::{Look, look};
 
 /// How often a worker that was just enrolled is tried: it opens its endpoint anew.
 const TRIES: usize = 5;
@@ -255,7 +256,7 @@ impl Report for Drained {
 }
 
 /// Does something with every worker at once.
-fn every<T: Send>(
+pub(super) fn every<T: Send>(
     node: &Arc<Node>,
     members: &[Member],
     greeting: &str,

@@ -18,7 +18,7 @@ use crate::plan;
 /// Features that the kernels or their clocks make use of.
 const FEATURES: [&str; 4] = ["IMMEDIATES", "SHADER_INT64", "TIMESTAMP_QUERY", "TIMESTAMP_QUERY_INSIDE_PASSES"];
 /// The one feature that nothing works without.
-const NEEDED: &str = "IMMEDIATES";
+pub(super) const NEEDED: &str = "IMMEDIATES";
 
 /// Lists them.
 pub fn run(args: &DevicesArgs) -> Result<ExitCode> {
@@ -75,12 +75,13 @@ struct Limits {
 
 /// What came of the self-test.
 #[derive(Debug, Serialize)]
-struct SelfTest {
+pub(super) struct SelfTest {
     ok: bool,
     /// Dispatches compared with the twins.
-    checked: usize,
+    pub(super) checked: usize,
     seconds: Option<f64>,
-    error: Option<String>,
+    /// Why it failed, if it did.
+    pub(super) error: Option<String>,
 }
 
 impl Row {
@@ -146,7 +147,7 @@ fn why(adapter: &Adapter, features: &[String], selftest: Option<&SelfTest>, defa
 
 impl SelfTest {
     /// Runs every kernel on the adapter, as a stage would, and compares it with its twin.
-    fn of(adapter: &Adapter) -> SelfTest {
+    pub(super) fn of(adapter: &Adapter) -> SelfTest {
         let failed = |error: String| SelfTest { ok: false, checked: 0, seconds: None, error: Some(error) };
         let mut gpu = match Gpu::open(adapter, adapter.profile(), plan::checked()) {
             Ok(gpu) => gpu,

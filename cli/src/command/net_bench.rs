@@ -512,6 +512,18 @@ mod tests {
     }
 
     #[test]
+    fn an_end_that_says_nothing_is_given_up_and_one_that_fails_says_why() {
+        let mut silent = Running::start(Command::new("sleep").arg("60")).unwrap();
+        let told = silent.line(Duration::from_millis(1)).unwrap().unwrap_err();
+        assert!(told.starts_with("took longer than"), "{told}");
+        let script = "echo one; echo two >&2; echo 'pp-run: error: three' >&2; exit 1";
+        let mut failing = Running::start(Command::new("sh").args(["-c", script])).unwrap();
+        let long = Duration::from_secs(60);
+        assert_eq!(failing.line(long).unwrap(), Ok("one".to_owned()));
+        assert_eq!(failing.line(long).unwrap(), Err("three".to_owned()));
+    }
+
+    #[test]
     fn sizes_are_written_as_they_are_typed() {
         assert_eq!([64, 8192, 1 << 20, 1500].map(size), ["64", "8K", "1M", "1500"]);
     }

@@ -137,7 +137,7 @@ impl Ready {
 }
 
 /// Where to listen, as typed.
-fn listen(typed: &str) -> Result<SocketAddr> {
+pub(super) fn listen(typed: &str) -> Result<SocketAddr> {
     let with_port = || typed.parse().ok();
     let without = || {
         let bare = typed.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(typed);
@@ -148,6 +148,12 @@ fn listen(typed: &str) -> Result<SocketAddr> {
             "--listen {typed}: expected an address of this machine, with or without a port, such as 0.0.0.0:{PORT} or [::]:{PORT}"
         ))
     })
+}
+
+/// Whether a worker of this folder runs.
+pub(super) fn is_running(store: &Store) -> bool {
+    let lock = File::open(store.folder().join(RUNNING));
+    lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
 }
 
 /// The right to be the worker of this folder.
@@ -331,7 +337,7 @@ impl Host for Machine {
     }
 
     fn examine(&self, models: &[Model]) -> Vec<Finding> {
-        Vec::new()
+        super::doctor::machine::of_worker(models)
     }
 
     fn keep_members(&self, signed: &[u8]) -> Result<(), String> {

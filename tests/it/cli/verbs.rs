@@ -181,7 +181,7 @@ fn help_has_examples_and_exit_codes() {
     for wanted in ["Examples:", "Exit codes:", "130", "scripts", "PP_MODELS"].iter().filter(|w| **w != "scripts") {
         assert!(help.contains(wanted), "{wanted}");
     }
-    for verb in ["devices", "inspect", "plan", "perplexity", "bench", "batch", "sim", "trace"] {
+    for verb in ["devices", "inspect", "plan", "perplexity", "bench", "batch", "sim", "trace", "doctor", "net-bench"] {
         assert!(help.contains(&format!("\n  {verb} ")), "{verb}");
         assert!(stdout(&succeeded(&["help", verb])).contains("Usage: pp-run"), "{verb}");
     }

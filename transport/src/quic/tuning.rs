@@ -64,6 +64,39 @@ pub fn socket(listen: SocketAddr) -> std::io::Result<UdpSocket> {
     Ok(socket.into())
 }
 
+/// What the system does for sockets as [`socket`] makes them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SocketFacts {
+    /// Datagrams that are sent by one call; 1 where the system takes no more (GSO).
+    pub segments_sent: usize,
+    /// Datagrams that are received as one (GRO).
+    pub segments_received: usize,
+    /// Bytes that wait to be received.
+    pub receive_bytes: usize,
+    /// Bytes that wait to be sent.
+    pub send_bytes: usize,
+    /// What was asked for, of either.
+    pub wanted_bytes: usize,
+}
+
+/// Makes a socket and looks.
+///
+/// # Errors
+/// The system's.
+pub fn facts() -> std::io::Result<SocketFacts> {
+    let socket = Socket::from(socket((std::net::Ipv4Addr::UNSPECIFIED, 0).into())?);
+    // Linux counts its own bookkeeping, and so says twice of what it was asked for.
+    let (receive, send) = (socket.recv_buffer_size()? / 2, socket.send_buffer_size()? / 2);
+    let state = quinn::udp::UdpSocketState::new((&socket).into())?;
+    Ok(SocketFacts {
+        segments_sent: state.max_gso_segments(),
+        segments_received: state.gro_segments(),
+        receive_bytes: receive,
+        send_bytes: send,
+        wanted_bytes: SOCKET_BUFFER,
+    })
+}
+
 /// Settings of who listens.
 pub fn listening(config: &mut ServerConfig) {
     config

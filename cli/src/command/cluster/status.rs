@@ -30,18 +30,7 @@ pub fn run(args: &StatusArgs) -> Result<ExitCode> {
     let here = Here::open()?;
     let node = here.node()?;
     let members: Vec<Member> = here.workers().cloned().collect();
-    let looked = super::every(&node, &members, &here.greeting(), |worker| {
-        let mut look = Look { welcome: worker.welcome().clone(), rtt: None, mtu: 0, bandwidth: None, stale: None };
-        match here.freshen(worker) {
-            Ok(fresh) => {
-                look.welcome.members_version = fresh.members_version;
-                look.welcome.certificate_until = fresh.certificate_until;
-            }
-            Err(error) => look.stale = Some(format!("{error:#}")),
-        }
-        look.measure(worker, !args.no_bandwidth);
-        Ok(look)
-    });
+    let looked = super::every(&node, &members, &here.greeting(), |worker| Ok(look(&here, worker, !args.no_bandwidth)));
     let rows: Vec<Row> = members.iter().zip(looked).map(|(member, look)| Row::new(member, look)).collect();
     let all_answer = rows.iter().all(|row| row.answers);
     let identity = &here.head().identity;
@@ -63,13 +52,29 @@ fn days_left(until: u64) -> u64 {
 }
 
 /// What was found out at one worker.
-struct Look {
-    welcome: pp_engine::cluster::control::Welcome,
-    rtt: Option<Duration>,
-    mtu: u16,
-    bandwidth: Option<f64>,
+pub(in crate::command) struct Look {
+    /// As it introduced itself, with the list and the certificate that it has now.
+    pub(in crate::command) welcome: pp_engine::cluster::control::Welcome,
+    pub(in crate::command) rtt: Option<Duration>,
+    pub(in crate::command) mtu: u16,
+    /// Bytes a second, there and back at once.
+    pub(in crate::command) bandwidth: Option<f64>,
     /// Why it does not take the present list or certificate.
-    stale: Option<String>,
+    pub(in crate::command) stale: Option<String>,
+}
+
+/// Gives a worker the present list and certificate, and looks how far away it is.
+pub(in crate::command) fn look(here: &Here, worker: &Worker, with_bandwidth: bool) -> Look {
+    let mut look = Look { welcome: worker.welcome().clone(), rtt: None, mtu: 0, bandwidth: None, stale: None };
+    match here.freshen(worker) {
+        Ok(fresh) => {
+            look.welcome.members_version = fresh.members_version;
+            look.welcome.certificate_until = fresh.certificate_until;
+        }
+        Err(error) => look.stale = Some(format!("{error:#}")),
+    }
+    look.measure(worker, with_bandwidth);
+    look
 }
 
 impl Look {

@@ -31,6 +31,21 @@ pub enum AdapterError {
     Ambiguous { selector: String, known: String },
 }
 
+/// The version of Vulkan that the system's loader has.
+///
+/// # Errors
+/// The loader's, where it cannot be loaded.
+pub fn loader() -> Result<String, String> {
+    // SAFETY: the library is the system's Vulkan loader, which wgpu loads in the same way.
+    let entry = unsafe { ash::Entry::load() }.map_err(|error| error.to_string())?;
+    // SAFETY: the function takes no handle, and `entry` is there as long as it runs.
+    let version = unsafe { entry.try_enumerate_instance_version() }.map_err(|error| error.to_string())?;
+    let version = version.unwrap_or(ash::vk::API_VERSION_1_0);
+    let [major, minor, patch] =
+        [ash::vk::api_version_major, ash::vk::api_version_minor, ash::vk::api_version_patch].map(|part| part(version));
+    Ok(format!("Vulkan {major}.{minor}.{patch}"))
+}
+
 impl Adapter {
     /// Every Vulkan adapter, in the driver's order.
     pub fn all() -> Vec<Adapter> {
