@@ -1,15 +1,19 @@
-//! Frames there and back, between two threads of a process and between two hosts; and what it costs to remember them.
+//! Frames there and back, between two threads of a process and between two hosts, over QUIC, TCP and TCP with TLS; and
+//! what it costs to remember them. `pp-run net-bench` measures the same between processes.
 
 use std::hint::black_box;
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use pp_engine::trace::{HeadSpan, HeadState, RING, Recorder, StageSpan};
 use pp_transport::identity::{Authority, Identity, Key, PeerName, Role, UnixTime};
 use pp_transport::local::pair;
+use pp_transport::measure::{self, Effort, stream};
 use pp_transport::members::{Member, Members};
 use pp_transport::quic::{Node, WhoAmI, tuning};
-use pp_transport::{Frame, FrameHeader, LinkId, LinkLimits, Port, PortError};
+use pp_transport::{LinkId, LinkLimits, Port};
 
 const WAIT: Duration = Duration::from_secs(10);
 
@@ -23,8 +27,14 @@ fn local(c: &mut Criterion) {
     });
 }
 
-/// Two hosts on the loopback: encrypted, with an I/O thread each.
-fn quic(c: &mut Criterion) {
+/// A head, a worker, and the list that has both.
+struct Cluster {
+    desk: Identity,
+    rig: Identity,
+    members: Members,
+}
+
+fn cluster() -> Cluster {
     let authority = Authority::create(UnixTime::now()).expect("an authority");
     let host = |name: &str, role| {
         let key = Key::generate().expect("a key");
@@ -39,6 +49,12 @@ fn quic(c: &mut Criterion) {
     };
     let mut members = Members::founding(authority.cluster(), member(&desk));
     members.add(member(&rig)).expect("two members");
+    Cluster { desk, rig, members }
+}
+
+/// Two hosts on the loopback: encrypted, with an I/O thread each.
+fn quic(c: &mut Criterion) {
+    let Cluster { desk, rig, members } = cluster();
     let limits = LinkLimits { credits: 2, payload_bytes: PAYLOADS[PAYLOADS.len() - 1], silence: tuning::SILENCE };
     there_and_back(c, "link over QUIC, there and back", || {
         let start = |identity: &Identity| {
@@ -55,6 +71,30 @@ fn quic(c: &mut Criterion) {
     });
 }
 
+/// Both ends of a TCP connection over the loopback.
+fn sockets() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a socket");
+    let here = TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
+    (here, listener.accept().expect("a connection").0)
+}
+
+/// The same frames over TCP, and over TCP with TLS 1.3.
+fn tcp(c: &mut Criterion) {
+    let most = PAYLOADS[PAYLOADS.len() - 1];
+    there_and_back(c, "TCP, there and back", || {
+        let (here, there) = sockets();
+        let port = |socket| Box::new(stream::plain(socket, most).expect("a port"));
+        (port(here), port(there), Box::new(()))
+    });
+    let Cluster { desk, rig, .. } = cluster();
+    there_and_back(c, "TCP with TLS, there and back", || {
+        let ((here, there), listens) = (sockets(), rig.clone());
+        let accept = std::thread::spawn(move || stream::accepted(there, &listens, most).expect("a port"));
+        let here = stream::dialled(here, &desk, rig.name(), most).expect("a port");
+        (Box::new(here), Box::new(accept.join().expect("a port")), Box::new(()))
+    });
+}
+
 type Ends = (Box<dyn Port>, Box<dyn Port>, Box<dyn std::any::Any>);
 
 /// Frames of each size, through a link that `open` makes, with what it stands on.
@@ -62,27 +102,19 @@ fn there_and_back(c: &mut Criterion, name: &str, open: impl Fn() -> Ends) {
     let mut group = c.benchmark_group(name);
     for bytes in PAYLOADS {
         let (mut here, mut there, stands_on) = open();
-        let echo = std::thread::spawn(move || {
-            loop {
-                match there.receive(WAIT) {
-                    Ok(arrival) => there.send(arrival.frame).expect("the other end waits for it"),
-                    Err(PortError::Timeout { .. }) => {}
-                    Err(_) => return,
-                }
-            }
-        });
+        let echo = std::thread::spawn(move || measure::serve(there.as_mut(), &AtomicBool::new(false)));
         group.throughput(Throughput::Bytes(2 * bytes as u64));
         group.bench_function(BenchmarkId::from_parameter(bytes), |b| {
-            let activations = vec![1u8; bytes];
-            b.iter(|| {
-                // A stage makes a payload for every frame, so making it counts.
-                let frame = Frame { header: FrameHeader::default(), payload: activations.clone().into() };
-                here.send(frame).expect("the echo is there");
-                black_box(here.receive(WAIT).expect("the echo answers"))
+            let payload = vec![1u8; bytes].into();
+            b.iter_custom(|trips| {
+                let effort = Effort { trips: trips as usize, time: Duration::MAX };
+                // The least that is measured is three; the mean stands for what was asked for.
+                let took = measure::round_trips(here.as_mut(), &payload, effort).expect("the other end answers");
+                black_box(took.iter().sum::<Duration>()).div_f64(took.len() as f64).mul_f64(trips as f64)
             });
         });
         drop(here);
-        echo.join().expect("the echo ends with its port");
+        echo.join().expect("it ends with its port").expect("a link that was closed");
         drop(stands_on);
     }
     group.finish();
@@ -109,5 +141,5 @@ fn trace(c: &mut Criterion) {
     c.bench_function("trace of a micro-batch through four stages", |b| b.iter(&mut micro_batch));
 }
 
-criterion_group!(benches, local, quic, trace);
+criterion_group!(benches, local, quic, tcp, trace);
 criterion_main!(benches);

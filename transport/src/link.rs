@@ -40,6 +40,9 @@ use crate::port::Arrival;
 /// Signs of life in the time after which silence means death: some may be late, and one lost connection may be
 /// replaced, before a neighbour is taken for dead.
 const BEATS: u32 = 6;
+/// Credits that a receiver gives back at once at most: a message for every frame costs both ends, and what is not
+/// acknowledged is kept.
+const OWED_MAX: u64 = 4;
 
 /// A neighbour needs some time to speak; and any moment with a silence behind it is one that a clock can tell.
 const SILENCES: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(86_400);
@@ -317,7 +320,7 @@ impl Link {
     /// The next message to write on the current connection, whole and in this order. It counts as written: should the
     /// connection be lost before, the next one makes good for it.
     pub fn poll_transmit(&mut self, now: Instant) -> Option<Message> {
-        let stands = self.stands();
+        let (stands, owed) = (self.stands(), self.owed());
         let connection = self.connection.as_mut()?;
         let out = &mut self.outgoing;
         let message = if !connection.said_hello {
@@ -328,6 +331,9 @@ impl Link {
         } else if !connection.heard_hello {
             // Only the neighbour's hello says where to go on.
             return None;
+        } else if out.next <= out.accepted && owed > 0 {
+            // With the frame that follows it costs nothing.
+            Message::Ack(stands)
         } else if out.next <= out.accepted {
             let sequence = out.next;
             out.next += 1;
@@ -404,11 +410,17 @@ impl Link {
         }
     }
 
-    /// The next frame that has arrived, and when. Gives its credit back.
+    /// The next frame that has arrived, and when. Gives its credit back; the neighbour hears of it with the next frame
+    /// from here, or when there are some ([`Link::has_ack_due`]), or with a sign of life.
     pub fn take(&mut self) -> Option<Arrival> {
         let arrival = self.incoming.untaken.pop_front()?;
-        self.ack_is_due |= !self.incoming.has_ended;
+        self.ack_is_due |= !self.incoming.has_ended && self.owed() >= self.owed_most();
         Some(arrival)
+    }
+
+    /// Whether the neighbour is to hear where this end stands: [`Link::poll_transmit`] has something to say.
+    pub fn has_ack_due(&self) -> bool {
+        self.ack_is_due
     }
 
     /// Whether [`Link::take`] has nothing and never will: the neighbour has said bye or is lost, and what came was
@@ -484,6 +496,16 @@ impl Link {
             return Err(LinkError::GrantGoesBack { before: self.outgoing.granted, found: granted });
         }
         Ok(())
+    }
+
+    /// Credits that the neighbour has back and has not heard of.
+    fn owed(&self) -> u64 {
+        self.stands().granted - self.incoming.granted
+    }
+
+    /// So many are told without a frame to tell them with: a neighbour always has one to go on with.
+    fn owed_most(&self) -> u64 {
+        self.limits.credits.div_ceil(2).min(OWED_MAX)
     }
 
     /// Where this end stands as a receiver.

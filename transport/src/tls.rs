@@ -22,7 +22,7 @@ use rustls::client::Resumption;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, ring, verify_tls13_signature};
 use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
-use rustls::{CertificateError, DigitallySignedStruct, RootCertStore, SignatureScheme, version::TLS13};
+use rustls::{CertificateError, CipherSuite, DigitallySignedStruct, RootCertStore, SignatureScheme, version::TLS13};
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use thiserror::Error;
 use webpki::EndEntityCert;
@@ -154,7 +154,10 @@ fn key_in(certificate: &CertificateDer<'_>) -> Result<PublicKey, IdentityError> 
 }
 
 fn provider() -> Arc<CryptoProvider> {
-    Arc::new(ring::default_provider())
+    let mut provider = ring::default_provider();
+    // The cheapest that is as good as any: a frame of 64 KiB there and back takes a tenth less time than with AES-256.
+    provider.cipher_suites.sort_by_key(|suite| suite.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256);
+    Arc::new(provider)
 }
 
 fn roots(authority: &CaCertificate) -> Result<Arc<RootCertStore>, TlsError> {

@@ -75,10 +75,48 @@ fn a_sender_waits_for_credits_and_taking_gives_them_back() {
     let first = b.take().unwrap();
     assert_eq!((first.frame, first.at), (frame(1, 1), now));
     settle(&mut a, &mut b, later, 1);
-    assert!(a.can_send());
-    a.send(frame(1, 4)).unwrap();
+    assert!(!b.has_ack_due() && !a.can_send(), "one credit of three is not worth a message");
+    assert_eq!(b.take().unwrap().frame, frame(1, 2));
+    assert!(b.has_ack_due());
     settle(&mut a, &mut b, later, 1);
-    assert_eq!(steps_taken(&mut b), [2, 3, 4]);
+    assert!(a.can_send());
+    (4..=5).for_each(|step| a.send(frame(1, step)).unwrap());
+    assert!(!a.can_send());
+    settle(&mut a, &mut b, later, 1);
+    assert_eq!(steps_taken(&mut b), [3, 4, 5]);
+}
+
+#[test]
+fn a_credit_goes_back_with_a_frame_or_a_sign_of_life() {
+    let now = Instant::now();
+    let (mut a, mut b) = pair(now);
+    a.send(frame(1, 1)).unwrap();
+    settle(&mut a, &mut b, now, 1);
+    b.take().unwrap();
+    assert_eq!(written(&mut b, now), []);
+    b.send(frame(1, 7)).unwrap();
+    let wanted = Message::Ack(Ack { received: 1, granted: 4 });
+    assert_eq!(written(&mut b, now), [wanted, Message::Frame { sequence: 1, frame: frame(1, 7) }]);
+    a.send(frame(1, 2)).unwrap();
+    settle(&mut a, &mut b, now, 1);
+    b.take().unwrap();
+    assert_eq!(written(&mut b, now), []);
+    let beat = now + LIMITS.silence / BEATS;
+    b.handle_timeout(beat);
+    assert_eq!(written(&mut b, beat), [Message::Ack(Ack { received: 2, granted: 5 })]);
+}
+
+#[test]
+fn links_of_one_credit_give_it_back_at_once() {
+    let now = Instant::now();
+    let limits = LinkLimits { credits: 1, ..LIMITS };
+    let mut link = Link::new(ID, limits, now);
+    assert!(link.connected(now, 1));
+    written(&mut link, now);
+    link.handle(now, 1, hello(1, 0, 1)).unwrap();
+    link.handle(now, 1, Message::Frame { sequence: 1, frame: frame(1, 1) }).unwrap();
+    link.take().unwrap();
+    assert_eq!(written(&mut link, now), [Message::Ack(Ack { received: 1, granted: 2 })]);
 }
 
 #[test]

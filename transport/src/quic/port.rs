@@ -142,10 +142,11 @@ impl LinkPort {
         loop {
             if let Some(link) = state.link.as_mut() {
                 if let Some(arrival) = link.take() {
-                    let writer = state.writer.clone();
-                    drop(state);
-                    // The credit goes back.
-                    writer.notify_one();
+                    if link.has_ack_due() {
+                        let writer = state.writer.clone();
+                        drop(state);
+                        writer.notify_one();
+                    }
                     return Ok(arrival);
                 }
                 if link.has_ended() {
