@@ -8,6 +8,7 @@
 //! Nothing of a peer is read before TLS has proved that it is a member of the cluster, and the member list still names
 //! it. What a peer then does wrong costs it its connection.
 
+mod congestion;
 pub mod joining;
 mod line;
 mod node;

@@ -5,9 +5,12 @@ use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
-use quinn::congestion::NewRenoConfig;
-use quinn::{AckFrequencyConfig, EndpointConfig, IdleTimeout, MtuDiscoveryConfig, ServerConfig, TransportConfig, VarInt};
+use quinn::{
+    AckFrequencyConfig, EndpointConfig, IdleTimeout, MtuDiscoveryConfig, ServerConfig, TransportConfig, VarInt,
+};
 use socket2::{Domain, Protocol, Socket, Type};
+
+use super::congestion::Tolerant;
 
 /// A neighbour that was silent for so long is lost: what is given up then is what it holds. A rival takes 41 s.
 pub const SILENCE: Duration = Duration::from_millis(1800);
@@ -123,10 +126,7 @@ pub fn members() -> Arc<TransportConfig> {
     let mut config = TransportConfig::default();
     let mut mtu = MtuDiscoveryConfig::default();
     mtu.upper_bound(MTU_MAX).black_hole_cooldown(MTU_AGAIN);
-    // Into a socket of the system's default size, CUBIC has eight times its losses, and the slowest twentieth of frames
-    // of 1 MiB come back in 9 to 55 ms in place of 7. BBR takes 30 to 60 ms for half of them.
-    let mut congestion = NewRenoConfig::default();
-    congestion.initial_window(INITIAL_WINDOW);
+    let congestion = Tolerant { initial: INITIAL_WINDOW, most: CONNECTION_WINDOW.into() };
     // Every datagram costs both ends their way through the system: a frame of 8 KiB there and back takes a fifth less
     // processor time with these and fewer messages of the link.
     let mut acks = AckFrequencyConfig::default();

@@ -334,8 +334,12 @@ fn wanted_model(places: &Places, wanted: &Model) -> Finding {
     let Some(folder) = &places.folder else {
         return Finding::new(Severity::Warning, &subject, "there is no models folder", "set PP_MODELS or HOME");
     };
-    let found =
-        Digests::new(places.digests.clone()).find(wanted.digest, wanted.bytes, std::slice::from_ref(folder), &mut |_, _| false);
+    let found = Digests::new(places.digests.clone()).find(
+        wanted.digest,
+        wanted.bytes,
+        std::slice::from_ref(folder),
+        &mut |_, _| false,
+    );
     match found {
         Ok(Some(path)) => Finding::ok(&subject, format!("here as {}", path.display())),
         Ok(None) => Finding::new(Severity::Note, &subject, format!("no copy in {}", folder.display()), copy),
