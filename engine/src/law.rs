@@ -4,12 +4,14 @@
 //! overlaps with other micro-batches and s, bytes over bandwidth, does not. All times are seconds.
 
 mod chunks;
+mod curve;
 mod fit;
 mod share;
 
 use serde::{Deserialize, Serialize};
 
 pub use chunks::{best_chunks, chunks, prefill};
+pub use curve::{Curve, SIZES};
 pub use fit::Fit;
 pub use share::{Share, Use, alone_seconds, shares};
 

@@ -23,6 +23,7 @@ pub mod layout;
 pub mod manifest;
 pub mod message;
 pub mod pipeline;
+pub mod planner;
 pub mod program;
 pub mod quant;
 pub mod random;

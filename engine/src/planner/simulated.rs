@@ -1,0 +1,56 @@
+//! What a split should reach, by the scheduler in virtual time.
+
+use pp_shaders::PAGE;
+
+use super::{Load, Prediction, Problem, Stage};
+use crate::law::HopCost;
+use crate::schedule::Limits;
+use crate::sim::load::{Load as Requests, Request};
+use crate::sim::{Nothing, Pipe, run};
+
+/// Ids of made-up prompts.
+const VOCAB: u32 = 1 << 15;
+
+/// As [`super::predict`], by the simulator: the same scheduler over stages that take what α + βb and attention fit of
+/// their curves. Nothing where it comes to nothing.
+pub fn simulate(problem: &Problem, stages: &[Stage], load: &Load) -> Option<Prediction> {
+    let costs = stages.iter().map(|stage| problem.curve(stage).law()).collect();
+    let between = stages.windows(2).map(|pair| problem.hop(Some(pair[0].device), Some(pair[1].device)));
+    let first = problem.hop(None, stages.first().map(|stage| stage.device)).latency;
+    let back = problem.hop(stages.last().map(|stage| stage.device), None).latency;
+    // The simulator's head is beside the first stage: the way to it is added to the way back.
+    let hops = between.chain([HopCost { latency: first + back, ..HopCost::default() }]).collect();
+    let pipe = Pipe { hops, sampling: problem.sampling, ..Pipe::of(costs) };
+    let context = load.prompt + load.answer + 1;
+    let limits = Limits {
+        stages: stages.len(),
+        sequences: load.concurrency,
+        batch_tokens: load.chunk.max(1),
+        outputs: load.concurrency,
+        pages: load.concurrency * (context.div_ceil(PAGE) + 1),
+        context,
+        in_flight: 2 * stages.len() + 1,
+        queue: load.concurrency,
+        prefix_cache: false,
+        groups: None,
+    };
+    let request = |_| Request { prompt: vec![0; load.prompt.max(1)], output: load.answer.max(2), ..Request::default() };
+    let mut requests = Requests::new(limits, (0..load.concurrency).map(request).collect(), VOCAB);
+    run(&pipe, &mut requests, &mut Nothing, u64::MAX).ok()?;
+    let mut first: Vec<f64> =
+        requests.outcomes().iter().filter_map(|outcome| Some(outcome.first? as f64 * 1e-9)).collect();
+    first.sort_by(f64::total_cmp);
+    let each = requests.outcomes().iter().filter_map(|outcome| {
+        let more = outcome.answers.first()?.len().checked_sub(1)?;
+        Some((outcome.last? - outcome.first?) as f64 * 1e-9 / more as f64)
+    });
+    let each: Vec<f64> = each.collect();
+    let seconds_per_token = each.iter().sum::<f64>() / each.len() as f64;
+    (seconds_per_token > 0.0).then(|| Prediction {
+        concurrency: load.concurrency,
+        groups: requests.scheduler().groups_for(load.concurrency),
+        tokens_per_second: load.concurrency as f64 / seconds_per_token,
+        seconds_per_token,
+        first_token_seconds: first.get((first.len().max(1) - 1) / 2).copied().unwrap_or(0.0),
+    })
+}
