@@ -24,6 +24,7 @@ pub mod gguf;
 mod gguf_model;
 pub mod gguf_writer;
 pub(crate) mod hf;
+pub mod made_up;
 pub mod names;
 pub mod safetensors;
 pub mod supplied;

@@ -9,6 +9,7 @@ mod kernels;
 mod models;
 mod overlap;
 mod paced;
+mod planned;
 mod programs;
 mod sampling;
 mod simulated;

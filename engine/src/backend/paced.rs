@@ -11,18 +11,34 @@ use pp_shaders::{Kernel, Profile};
 
 use super::in_flight::InFlight;
 use super::{Backend, Counts, DeviceError, DeviceLimits, Done, OpTime, ProgramId, Run, Ticket};
-use crate::program::{BufferId, Program, Shape};
+use crate::program::{BufferId, Op, Program, Shape};
 
 /// What sleeping may be late by: so much is waited for awake.
 const AWAKE: Duration = Duration::from_micros(200);
 /// Words of a row of `topk_merge.wgsl`'s result.
 const RESULT_WORDS: usize = 2 * (TOP_K as usize + 2);
 
+/// What a run takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pace {
+    /// Every run.
+    pub alpha: Duration,
+    /// Each of its tokens.
+    pub beta: Duration,
+    /// Every run, for each layer.
+    pub layer_alpha: Duration,
+    /// Each token, for each layer.
+    pub layer_beta: Duration,
+    /// Every run that logits are wanted of.
+    pub head_alpha: Duration,
+    /// Each row that they are wanted of.
+    pub head_beta: Duration,
+}
+
 /// A backend without buffers. Runs follow one another without a gap where the next one is submitted in time: when a run
 /// finishes is computed, not observed.
 pub struct Paced {
-    alpha: Duration,
-    beta: Duration,
+    pace: Pace,
     profile: Profile,
     limits: DeviceLimits,
     /// While it is set nothing finishes.
@@ -43,19 +59,12 @@ struct Waiting {
 }
 
 impl Paced {
-    /// A backend whose runs take `alpha` and `beta` for each token; one without programs takes no time. Work is laid out
-    /// as `profile` would. While `hold` is set nothing finishes: a device that hangs.
-    pub fn new(
-        alpha: Duration,
-        beta: Duration,
-        profile: Profile,
-        limits: DeviceLimits,
-        hold: Arc<AtomicBool>,
-    ) -> Paced {
+    /// A backend whose runs take what `pace` says; one without programs takes no time. Work is laid out as `profile`
+    /// would. While `hold` is set nothing finishes: a device that hangs.
+    pub fn new(pace: Pace, profile: Profile, limits: DeviceLimits, hold: Arc<AtomicBool>) -> Paced {
         Paced {
             hold,
-            alpha,
-            beta,
+            pace,
             profile,
             limits,
             programs: Vec::new(),
@@ -69,7 +78,12 @@ impl Paced {
     }
 
     fn takes(&self, programs: &[(ProgramId, Shape)]) -> Duration {
-        programs.first().map_or(Duration::ZERO, |(_, shape)| self.alpha + self.beta * shape.tokens)
+        let Some((body, shape)) = programs.first() else { return Duration::ZERO };
+        let pace = &self.pace;
+        let layers = layers(&self.programs[body.0]);
+        let body = pace.alpha + pace.beta * shape.tokens + (pace.layer_alpha + pace.layer_beta * shape.tokens) * layers;
+        let heads = programs.iter().skip(1).map(|(_, shape)| pace.head_alpha + pace.head_beta * shape.outputs);
+        body + heads.sum::<Duration>()
     }
 
     /// The results of rows that logits are wanted for: [row, target, 1 / temperature, candidates] each.
@@ -97,6 +111,15 @@ impl Paced {
         }
         row
     }
+}
+
+/// Layers of a program: their operations have notes that begin with `blk.` and the layer.
+fn layers(program: &Program) -> u32 {
+    let layer = |op: &Op| {
+        let digits = op.note.strip_prefix("blk.")?;
+        Some(digits.bytes().take_while(u8::is_ascii_digit).fold(0u32, |n, digit| 10 * n + u32::from(digit - b'0')))
+    };
+    program.ops.iter().filter_map(layer).collect::<std::collections::BTreeSet<_>>().len() as u32
 }
 
 /// Returns at `deadline`, late by microseconds where a core is free.
@@ -195,7 +218,8 @@ mod tests {
 
     fn paced() -> Paced {
         let limits = DeviceLimits { binding_bytes: 1 << 30, buffer_bytes: 1 << 30 };
-        Paced::new(ALPHA, BETA, Profile::CARD, limits, Arc::default())
+        let pace = Pace { alpha: ALPHA, beta: BETA, ..Pace::default() };
+        Paced::new(pace, Profile::CARD, limits, Arc::default())
     }
 
     #[test]

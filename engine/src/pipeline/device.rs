@@ -9,7 +9,7 @@ use pp_shaders::Profile;
 use super::uses;
 use crate::backend::gpu::Gpu;
 use crate::backend::gpu::adapter::Adapter;
-use crate::backend::paced::Paced;
+use crate::backend::paced::{Pace, Paced};
 use crate::backend::reference::Reference;
 use crate::backend::{Backend, DeviceError, DeviceLimits, selftest};
 use crate::cluster::remote::RemoteDevice;
@@ -33,13 +33,11 @@ pub enum Device {
         /// Sizes that programs are laid out for.
         profile: Profile,
     },
-    /// Nothing: a micro-batch takes `alpha` and `beta` for each token, and its results are made up. For tests and
-    /// measurements of everything around the devices.
+    /// Nothing: a micro-batch takes what `pace` says, and its results are made up. For tests and measurements of
+    /// everything around the devices.
     Paced {
         /// Time of a micro-batch.
-        alpha: Duration,
-        /// Time of each of its tokens.
-        beta: Duration,
+        pace: Pace,
         /// Sizes that programs are laid out for.
         profile: Profile,
         /// While it is set nothing finishes.
@@ -50,9 +48,10 @@ pub enum Device {
 }
 
 impl Device {
-    /// A device that only takes time ([`Device::Paced`]).
+    /// A device that only takes time ([`Device::Paced`]): `alpha` for a micro-batch, and `beta` for each of its tokens.
     pub fn paced(alpha: Duration, beta: Duration, profile: Profile) -> Device {
-        Device::Paced { alpha, beta, profile, hold: Arc::default() }
+        let pace = Pace { alpha, beta, ..Pace::default() };
+        Device::Paced { pace, profile, hold: Arc::default() }
     }
 
     /// The name, for people.
@@ -160,9 +159,7 @@ impl Device {
         Ok(match self {
             Device::Gpu { adapter, profile, checked } => Box::new(Gpu::open(adapter, *profile, *checked)?),
             Device::Reference { profile } => Box::new(Reference::new(*profile, self.limits().binding_bytes)),
-            Device::Paced { alpha, beta, profile, hold } => {
-                Box::new(Paced::new(*alpha, *beta, *profile, self.limits(), hold.clone()))
-            }
+            Device::Paced { pace, profile, hold } => Box::new(Paced::new(*pace, *profile, self.limits(), hold.clone())),
             Device::Remote(device) => unreachable!("{device:?} is opened by its worker"),
         })
     }

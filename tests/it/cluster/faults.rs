@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use pp_engine::Profile;
+use pp_engine::backend::paced::Pace;
 use pp_engine::cluster::control::{Purpose, ToWorker};
 use pp_engine::cluster::remote::{LeaseError, RemoteDevice, Worker};
 use pp_engine::head::{Event, FinishReason, Head, HeadError, HeadOptions};
@@ -49,7 +50,8 @@ fn a_wedged_stage_is_named_and_the_head_goes_on_with_another_pipeline() {
     let checkpoint = checkpoint("tiny/llama-33");
     let hold = Arc::new(AtomicBool::new(false));
     let (alpha, beta) = (Duration::from_millis(4), Duration::ZERO);
-    let there = Device::Paced { alpha, beta, profile: Profile::CARD, hold: hold.clone() };
+    let pace = Pace { alpha, beta, ..Pace::default() };
+    let there = Device::Paced { pace, profile: Profile::CARD, hold: hold.clone() };
     let cluster = Cluster::new(&checkpoint, vec![vec![there]]);
     let places = [Place::Here(Device::paced(alpha, beta, Profile::CARD)), Place::There(0)];
     let options = StageOptions { sequences: 4, kv_tokens: 4 * 192, ..exact(192) };
