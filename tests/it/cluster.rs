@@ -1,5 +1,6 @@
 //! Stages on other hosts: the real endpoints on loopback, in threads and in processes.
 
+mod calibrated;
 mod cli;
 mod doctor;
 mod faults;

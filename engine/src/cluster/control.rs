@@ -8,6 +8,7 @@ use thiserror::Error;
 
 use super::health;
 use crate::backend::DeviceLimits;
+use crate::calibrate::{Calibration, Shape};
 use crate::contract::{Build, Contract};
 use crate::law::Use;
 use crate::layout::StageSpec;
@@ -96,6 +97,8 @@ pub struct Welcome {
     pub members_version: u64,
     /// When its certificate ends, in Unix seconds.
     pub certificate_until: u64,
+    /// What tells its machine from others as long as that runs; empty where the system does not say.
+    pub machine: String,
 }
 
 /// The other end of a hop, as a worker's stage sees it.
@@ -199,6 +202,8 @@ pub enum ToWorker {
     Examine(Vec<health::Model>),
     /// Serve a measurement on a link of this session, with frames of so many bytes.
     Measure(u64, u64),
+    /// What does a model of that shape take on that device? Measured now, if it was not before.
+    Calibrate(String, Box<Shape>),
 }
 
 /// What a stage has done, in short.
@@ -259,6 +264,8 @@ pub enum ToHead {
     Done(Result<(), String>),
     /// How its host is.
     Health(Box<health::Health>),
+    /// What a device takes, or why that is not known.
+    Calibrated(Result<Box<Calibration>, String>),
 }
 
 /// Why a message is refused.

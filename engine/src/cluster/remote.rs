@@ -19,6 +19,7 @@ use super::clock::Alignment;
 use super::control::{self, ControlError, DeviceInfo, Greeting, Holder, Plan, Purpose, ToHead, ToWorker, Welcome};
 use super::{control_limits, health, measure, weights};
 use crate::backend::DeviceLimits;
+use crate::calibrate::{Calibration, Shape};
 use crate::contract::{Build, Contract};
 use crate::pipeline::thread::{Event, WeightsEvent};
 use crate::trace::{Nanos, Recorder, StageSpan};
@@ -27,6 +28,8 @@ use crate::worker::{Counters, WorkerError};
 
 /// How long a worker may take to answer what costs it nothing.
 const ANSWER: Duration = Duration::from_secs(5);
+/// How long it may take to measure a device.
+const CALIBRATED: Duration = Duration::from_secs(120);
 /// How often the clocks are compared, and somebody who waits looks at it.
 const PING: Duration = Duration::from_millis(300);
 
@@ -224,6 +227,22 @@ impl Worker {
         Ok((2 * blocks * control::ECHO_BYTES_MAX) as f64 / started.elapsed().as_secs_f64())
     }
 
+    /// What a model of that shape takes on one of its devices, which it measures if it has not before. Seldom longer than
+    /// half a minute.
+    ///
+    /// # Errors
+    /// [`LeaseError::Refused`] with its reason, and when it does not answer or `cancel` is set.
+    pub fn calibrate(&self, device: &str, shape: &Shape, cancel: &AtomicBool) -> Result<Calibration, LeaseError> {
+        let refused = |reason: String| LeaseError::Refused { worker: self.name.clone(), reason };
+        let question = ToWorker::Calibrate(device.to_owned(), Box::new(shape.clone()));
+        match self.ask_within(&question, CALIBRATED, cancel)? {
+            ToHead::Calibrated(Ok(found)) if found.is_of(shape) => Ok(*found),
+            ToHead::Calibrated(Ok(_)) => Err(refused("what it says its device takes makes no sense".to_owned())),
+            ToHead::Calibrated(Err(reason)) | ToHead::Done(Err(reason)) => Err(refused(reason)),
+            _ => Err(refused("it answers another question".to_owned())),
+        }
+    }
+
     /// Gives it a member list, a certificate, or says that it is to be drained.
     ///
     /// # Errors
@@ -271,10 +290,14 @@ impl Worker {
 
     /// A question and its answer, one at a time.
     fn ask(&self, message: &ToWorker) -> Result<ToHead, LeaseError> {
+        self.ask_within(message, ANSWER, &AtomicBool::new(false))
+    }
+
+    fn ask_within(&self, message: &ToWorker, patience: Duration, cancel: &AtomicBool) -> Result<ToHead, LeaseError> {
         *locked(&self.shared.answer) = None;
         let gone = || LeaseError::Gone { worker: self.name.clone(), reason: self.peer.why_closed() };
         self.send(message).map_err(|_| gone())?;
-        let until = Instant::now() + ANSWER;
+        let until = Instant::now() + patience;
         let mut answer = locked(&self.shared.answer);
         loop {
             if let Some(answer) = answer.take() {
@@ -284,8 +307,8 @@ impl Worker {
                 return Err(gone());
             }
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(LeaseError::Silent { worker: self.name.clone(), seconds: ANSWER.as_secs() });
+            if left.is_zero() || cancel.load(Ordering::Relaxed) {
+                return Err(LeaseError::Silent { worker: self.name.clone(), seconds: patience.as_secs() });
             }
             answer =
                 self.shared.answered.wait_timeout(answer, left.min(PING)).unwrap_or_else(PoisonError::into_inner).0;
@@ -400,7 +423,7 @@ impl Shared {
         match message {
             ToHead::Pong(sent, there) => return locked(&self.alignment).add(sent, there, back),
             ToHead::Welcome(_) | ToHead::Busy(_) | ToHead::Draining => return,
-            ToHead::Done(_) | ToHead::Echo(_) | ToHead::Health(_) => {
+            ToHead::Done(_) | ToHead::Echo(_) | ToHead::Health(_) | ToHead::Calibrated(_) => {
                 *locked(&self.answer) = Some(message);
                 return self.answered.notify_all();
             }

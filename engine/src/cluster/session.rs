@@ -20,6 +20,7 @@ use super::health::MODELS_MAX;
 use super::measure::Serving;
 use super::weights::{self, OTHERS_MAX, PLACES_MAX, Stock};
 use super::worker::Server;
+use crate::calibrate::Shape;
 use crate::checkpoint::Checkpoint;
 use crate::contract::{Contract, ModelFacts};
 use crate::layout::{StageLayout, StageSpec};
@@ -57,6 +58,14 @@ pub(super) struct Session {
     running: Option<Running>,
     lending: Option<Lending>,
     measuring: Option<Serving>,
+    /// Set when the visit ends: whoever measures stops.
+    ended: Arc<AtomicBool>,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Relaxed);
+    }
 }
 
 /// A plan for which the model is looked for, or is not here.
@@ -146,8 +155,17 @@ impl Drop for Running {
 
 impl Session {
     pub(super) fn new(server: Arc<Server>, control: LinkPort, is_lease: bool) -> Session {
-        let (pending, running, lending, measuring) = (None, None, None, None);
-        Session { server, control, is_lease, origin: Instant::now(), pending, running, lending, measuring }
+        Session {
+            server,
+            control,
+            is_lease,
+            origin: Instant::now(),
+            pending: None,
+            running: None,
+            lending: None,
+            measuring: None,
+            ended: Arc::default(),
+        }
     }
 
     /// Until the head goes, or the worker ends.
@@ -244,6 +262,7 @@ impl Session {
                 self.server.holds(Vec::new());
             }
             ToWorker::Release => {}
+            ToWorker::Calibrate(device, shape) => self.calibrate(device, *shape),
             ToWorker::Greeting(_)
             | ToWorker::Echo(_)
             | ToWorker::Prepare(_)
@@ -252,6 +271,19 @@ impl Session {
             | ToWorker::Examine(_) => {
                 self.say(&ToHead::Done(Err("this is not the time for that".to_owned())));
             }
+        }
+    }
+
+    /// Answers when it is known, meanwhile the visit goes on.
+    fn calibrate(&self, device: String, shape: Shape) {
+        let (server, control, is_lease) = (self.server.clone(), self.control.clone(), self.is_lease);
+        let ended = self.ended.clone();
+        let measure = move || {
+            let found = server.calibrate(&device, &shape, is_lease, &ended).map(Box::new);
+            let _ = control.send_frame(control::encode(&ToHead::Calibrated(found)));
+        };
+        if let Err(error) = std::thread::Builder::new().name("calibrate".to_owned()).spawn(measure) {
+            self.say(&ToHead::Calibrated(Err(error.to_string())));
         }
     }
 

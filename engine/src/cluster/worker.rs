@@ -10,6 +10,7 @@ use pp_transport::quic::{Joined, Node};
 use super::control::{self, DeviceInfo, Greeting, Holder, Purpose, ToHead, ToWorker, Welcome};
 use super::health;
 use super::session::Session;
+use crate::calibrate::{Calibration, Calibrations, Shape};
 use crate::contract::Build;
 use crate::digest::Digest;
 use crate::pipeline::Device;
@@ -44,6 +45,10 @@ pub trait Host: Send + Sync {
     fn memory(&self) -> Option<(u64, u64)>;
     /// How the host is, and whether these models are there; nothing that takes long.
     fn examine(&self, models: &[health::Model]) -> Vec<health::Finding>;
+    /// Where it is kept what the devices were measured to take.
+    fn calibrations(&self) -> Option<PathBuf> {
+        None
+    }
 }
 
 /// A worker.
@@ -55,6 +60,8 @@ pub struct Server {
     holder: Mutex<Option<Holder>>,
     draining: AtomicBool,
     pub(super) stop: AtomicBool,
+    /// Devices are measured one after the other.
+    measuring: Mutex<()>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -76,6 +83,7 @@ impl Server {
             holder: Mutex::default(),
             draining: AtomicBool::new(false),
             stop: AtomicBool::new(false),
+            measuring: Mutex::default(),
         })
     }
 
@@ -170,6 +178,7 @@ impl Server {
             up_seconds: self.started.elapsed().as_secs(),
             members_version: who.members.version(),
             certificate_until: who.identity.certificate().not_after().as_secs(),
+            machine: crate::calibrate::machine(),
         }
     }
 
@@ -185,6 +194,27 @@ impl Server {
         if let Some(holder) = locked(&self.holder).as_mut() {
             holder.stages = stages;
         }
+    }
+
+    /// What a device takes for the parts of a model: as it was measured before, or measured now if nothing runs here.
+    pub(super) fn calibrate(
+        &self,
+        device: &str,
+        shape: &Shape,
+        is_lease: bool,
+        cancel: &AtomicBool,
+    ) -> Result<Calibration, String> {
+        let device = self.devices.iter().find(|known| known.id() == device);
+        let device = device.ok_or_else(|| "it has no such device".to_owned())?;
+        let mut known = Calibrations::new(self.host.calibrations());
+        if let Some(known) = known.known(device, shape) {
+            return Ok(known);
+        }
+        if let Some(holder) = self.holder().filter(|holder| !is_lease || !holder.stages.is_empty()) {
+            return Err(format!("its devices are not measured while {} has it", holder.head));
+        }
+        let _alone = locked(&self.measuring);
+        known.measure(device, shape, &mut |_, _| {}, cancel).map_err(|error| error.to_string())
     }
 
     pub(super) fn drain(&self, draining: bool) {

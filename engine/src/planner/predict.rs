@@ -3,8 +3,8 @@
 use super::search::groups;
 use super::simulated::simulate;
 use super::{Load, PlanError, Problem, Stage, Wish};
-use crate::law::{Curve, HopCost, Ring, StageCost};
-use crate::schedule::cost::Costs;
+use crate::law::{self, Curve, HopCost, Ring, Share, StageCost, Use};
+use crate::schedule::cost::{Costs, attended};
 
 /// What a pipeline should do with so many requests at once.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,7 +49,7 @@ fn round(problem: &Problem, stages: &[Stage], load: &Load, groups: usize) -> f64
         problem.hop(Some(last.device), None).latency + problem.hop(None, Some(first.device)).latency
     });
     let back = HopCost { latency: back, ..HopCost::default() };
-    let ring = Ring { stages: &costs, hops: &hops, back, sampling: problem.sampling };
+    let ring = Ring { stages: &costs, hops: &hops, back, sampling: problem.sampling, shares: &[] };
     let round = ring.round_of(load.concurrency, groups).max(groups as f64 * problem.sampling);
     let busy = |cost: &StageCost| groups as f64 * cost.alpha + load.concurrency as f64 * cost.beta;
     shared(problem, stages, &costs.iter().map(busy).collect::<Vec<_>>()).fold(round, f64::max)
@@ -69,6 +69,16 @@ fn shared<'a>(problem: &'a Problem, stages: &'a [Stage], busy: &'a [f64]) -> imp
     })
 }
 
+/// What the stages take from each other, as the scheduler knows it.
+fn shares(problem: &Problem, stages: &[Stage]) -> Vec<Share> {
+    let of = |stage: &Stage| {
+        let compute = problem.devices[stage.device].compute;
+        compute.map(|compute| Use { what: compute.group as u64, weight: compute.share, capacity: 1.0 })
+    };
+    let uses: Vec<Vec<Use>> = stages.iter().map(|stage| of(stage).into_iter().collect()).collect();
+    law::shares(uses.iter().map(Vec::as_slice))
+}
+
 /// The number of groups that gets round soonest, and the seconds of its round.
 fn best_round(problem: &Problem, stages: &[Stage], load: &Load) -> (usize, f64) {
     let rounds =
@@ -83,11 +93,13 @@ pub fn predict(problem: &Problem, stages: &[Stage], load: &Load) -> Prediction {
 }
 
 /// What the stages should do under `load` in as many groups as the scheduler will take: it knows α and β of each stage,
-/// no curves, and not that stages share what computes.
+/// and no curves.
 pub fn expected(problem: &Problem, stages: &[Stage], load: &Load) -> Prediction {
     let hops = stages.windows(2).map(|pair| problem.hop(Some(pair[0].device), Some(pair[1].device)).seconds(1.0));
     let costs = Costs {
         stages: stages.iter().map(|stage| problem.curve(stage).law()).collect(),
+        shares: shares(problem, stages),
+        attended: attended(load.context(), 1),
         overhead: hops.sum::<f64>() + problem.sampling,
     };
     let groups = costs.best_groups(load.concurrency.max(1));

@@ -133,6 +133,13 @@ impl Cluster {
         Arc::new(Worker::connect(&self.head, member, "test", Purpose::Lease, PATIENCE).unwrap())
     }
 
+    /// Worker `at`, to be looked at.
+    pub fn look(&self, at: usize) -> Worker {
+        let name: Name = format!("w{at}").parse().unwrap();
+        let member = self.members.get(&name).unwrap();
+        Worker::connect(&self.head, member, "test", Purpose::Look, PATIENCE).unwrap()
+    }
+
     /// A pipeline with so many layers a stage; a stage on the first device of a worker, or here.
     pub fn pipeline(
         &self,
