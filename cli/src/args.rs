@@ -163,9 +163,30 @@ pub struct PipelineArgs {
     /// Number of stages (default: as many as --split names, else as --workers makes, else 1)
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = stages, help_heading = "Pipeline")]
     pub stages: Option<usize>,
-    /// Layers per stage: exact counts (9,8,8,8), ratios (9:8:8:8), or auto, by bytes [default: auto]
-    #[arg(long, value_name = "SPLIT", allow_hyphen_values = true, help_heading = "Pipeline")]
+    /// Layers per stage: exact counts (9,8,8,8), ratios (9:8:8:8), auto, or bytes [default: auto]
+    #[arg(
+        long,
+        value_name = "SPLIT",
+        allow_hyphen_values = true,
+        help_heading = "Pipeline",
+        long_help = "Layers per stage: exact counts (9,8,8,8), ratios (9:8:8:8), auto, or bytes [default: auto].\n\nauto \
+                     measures devices and links, once for each kind of model and some seconds long, and takes the split \
+                     that serves --optimize best: how many layers on which device, which device comes when, and which \
+                     is left out because it would slow the rest down. Where --stages says how many, it is that many. \
+                     Where all stages are on one device, and where devices are not measured (--no-measure), it is \
+                     bytes: as equal as can be, within what the memories hold"
+    )]
     pub split: Option<String>,
+    /// What an automatic split is for: tokens a second of all requests, one request's time, or the largest KV cache
+    /// [default: throughput]
+    #[arg(long, value_enum, value_name = "WHAT", help_heading = "Pipeline")]
+    pub optimize: Option<OptimizeArg>,
+    /// Leave no device out, also where it slows the rest down
+    #[arg(long, help_heading = "Pipeline")]
+    pub use_all: bool,
+    /// Measure no device: an automatic split goes by bytes, and nothing is predicted
+    #[arg(long, help_heading = "Pipeline")]
+    pub no_measure: bool,
     /// Adapter of each stage, by index, id or part of the name, comma-separated; fewer than stages repeat in turn
     /// (default: every hardware adapter; a software one only when named or when there is nothing else).
     #[arg(
@@ -319,10 +340,40 @@ pub struct InspectArgs {
 
 /// `plan`
 #[derive(Debug, Args)]
-#[command(
-    after_help = "Examples:\n  pp-run plan -m qwen.gguf --stages 2\n  pp-run plan -m qwen.gguf --split 9,8,8,8 --ctx 4096"
-)]
+#[command(after_help = "\
+Examples:
+  pp-run plan -m qwen.gguf --stages 2                          what each stage would hold, and how fast it would be
+  pp-run plan -m qwen.gguf --split 9,8,8,8 --ctx 4096
+  pp-run plan -m qwen.gguf --workers rig2,rig3 --split auto --optimize latency
+  pp-run plan -m qwen.gguf --hardware cards.toml --concurrency 1,8,32   with cards that are not here
+  pp-run plan -m qwen.gguf --stages 2 --no-measure             bytes only")]
 pub struct PlanArgs {
+    /// Requests at once that speeds are predicted for, comma-separated
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,2,4,8,16")]
+    pub concurrency: Vec<usize>,
+    /// Tokens of a prompt in predictions
+    #[arg(long, value_name = "TOKENS", default_value_t = 128)]
+    pub prompt_tokens: usize,
+    /// Tokens of an answer in predictions
+    #[arg(long, value_name = "TOKENS", default_value_t = 64)]
+    pub gen_tokens: usize,
+    /// Plan for the cards and links in FILE (TOML), which need not be here; nothing is measured
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with_all = ["device", "workers", "cluster", "no_measure", "profile"],
+        long_help = "Plan for the cards and links in FILE, which need not be here: what they take is estimated from \
+                     their makers' figures, and what a pipeline of them does is simulated. In TOML:\n\n  \
+                     [[card]]\n  name = \"RTX 3090\"\n  count = 2                  # as many, each with its own memory \
+                     (default 1)\n  memory_gb = 24\n  bandwidth_gb_s = 936       # of its memory\n  f32_tflops = \
+                     35.6\n  int8_tops = 142            # dots of bytes (default: 4 · f32_tflops)\n  host = \
+                     \"rig1\"              # cards of one host are joined by [link], others by [network]\n  \
+                     bandwidth_efficiency = 0.7 # share of the figures that kernels reach (default 0.7)\n  \
+                     compute_efficiency = 0.35  # (default 0.35)\n\n  [link]                     # between cards of one \
+                     host\n  latency_us = 30\n  bandwidth_gb_s = 12\n\n  [network]                  # between \
+                     hosts\n  latency_us = 200\n  bandwidth_gbit_s = 10"
+    )]
+    pub hardware: Option<PathBuf>,
     #[command(flatten)]
     pub model: ModelArgs,
     #[command(flatten)]
@@ -533,6 +584,18 @@ pub struct TraceArgs {
     pub to: Option<f64>,
     #[command(flatten)]
     pub output: OutputArgs,
+}
+
+/// `--optimize`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum OptimizeArg {
+    /// Tokens a second of as many requests as run at once (--max-sequences)
+    #[default]
+    Throughput,
+    /// The time of one request
+    Latency,
+    /// Tokens that the KV cache has room for
+    Context,
 }
 
 /// `--activations`

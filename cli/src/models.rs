@@ -27,6 +27,8 @@ pub struct Places {
     pub tensors: Option<PathBuf>,
     /// Where the tensors of models are listed by content, if that can be.
     pub manifests: Option<PathBuf>,
+    /// Where it is kept what devices were measured to take, if that can be.
+    pub calibrations: Option<PathBuf>,
 }
 
 impl Places {
@@ -40,8 +42,14 @@ impl Places {
         };
         let folder = var("PP_MODELS").map(PathBuf::from).or_else(|| place("XDG_DATA_HOME", ".local/share", "models"));
         let cache = |name: &str| place("XDG_CACHE_HOME", ".cache", name);
-        let (digests, tensors, manifests) = (cache("digests.json"), cache("tensors"), cache("manifests"));
-        Places { model, folder, digests, tensors, manifests }
+        Places {
+            model,
+            folder,
+            digests: cache("digests.json"),
+            tensors: cache("tensors"),
+            manifests: cache("manifests"),
+            calibrations: cache("calibration.json"),
+        }
     }
 
     /// The path of the model called `name`: an existing path, else a name in the models folder. Without a name:

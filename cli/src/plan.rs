@@ -1,6 +1,7 @@
 //! From a model and the typed options to a pipeline that fits: devices, layers, context and layouts.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -9,15 +10,17 @@ use pp_engine::checkpoint::Checkpoint;
 use pp_engine::cluster::control::Purpose;
 use pp_engine::layout::{LayoutError, StageLayout, StageOptions, StageSpec};
 use pp_engine::pipeline::Device;
-use pp_engine::split::Costs;
+use pp_engine::planner;
+use pp_engine::split::{Costs, Split, auto_within};
 use pp_engine::{PAGE, Profile};
 
 use crate::args::{PipelineArgs, ProfileArg};
 use crate::cluster::gather::Cluster;
 use crate::cluster::{file, places};
+use crate::measured::{self, Forecast};
 use crate::memory::{self, Need, Pool, Situation};
 use crate::output::Out;
-use crate::{errors, settings};
+use crate::{cancel, errors, settings};
 
 /// A context is lowered to what fits in steps of this many tokens, …
 const CONTEXT_STEP: usize = 256;
@@ -46,9 +49,22 @@ pub struct Plan {
     pub kv_lowered: bool,
     /// The memories.
     pub pools: Vec<Pool>,
+    /// What the split goes by.
+    pub basis: Basis,
     /// The workers, as long as the pipeline is wanted: dropped after all that runs there.
     #[expect(dead_code, reason = "held, not read")]
     pub cluster: Option<Cluster>,
+}
+
+/// What a split goes by.
+#[derive(Clone, Debug)]
+pub enum Basis {
+    /// What was typed.
+    Typed,
+    /// Bytes; why not what devices take, if that was wanted.
+    Bytes(Option<String>),
+    /// What devices take.
+    Measured(Box<Forecast>),
 }
 
 /// What a verb wants where nothing was typed.
@@ -79,11 +95,14 @@ impl Wanted {
 /// # Errors
 /// When options and model do not agree, or nothing fits.
 pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Wanted, out: &Out) -> Result<Plan> {
-    let args = &file::merged(args)?;
+    let (args, asked_stages) = &file::merged(args)?;
     // What the model cannot do comes before what the machine cannot.
     pp_engine::arch::find(&checkpoint.config.arch).map_err(LayoutError::from)?;
     let costs = settings::costs(&checkpoint);
-    let counts = settings::counts(args, &costs)?;
+    let split = settings::split(args)?;
+    let is_free = args.split.is_some() && split == Split::Auto && !args.no_measure;
+    let stages = args.stages.or_else(|| is_free.then(|| candidates(args).min(costs.layers.len())));
+    let counts = split.resolve(stages, &costs)?;
     let (activations, kv) = settings::precision(args.activations, args.kv, settings::is_quantised(&checkpoint))?;
     let max = checkpoint.config.context;
     let typed = settings::context(args.ctx, max)?;
@@ -101,9 +120,140 @@ pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Wanted, ou
     let context = asked.unwrap_or(max);
     let wire = settings::wire(args.wire);
     let options = StageOptions { activations, kv, context, sequences, kv_tokens: context, chunk, wire };
+    let wish = Wish { stages: *asked_stages, context: asked, kv_tokens, is_free };
+    let open = Open { checkpoint: &checkpoint, args, options: &options };
+    let division = match split {
+        Split::Auto if !args.no_measure && counts.len() > 1 && (is_free || are_unlike(&devices)) => {
+            open.by_measure(counts, devices, pools, &wish, out)?
+        }
+        Split::Auto | Split::Bytes => open.by_bytes(counts, devices, pools, &wish, None)?,
+        _ => Division { counts, devices, pools, basis: Basis::Typed },
+    };
+    let Division { counts, devices, pools, basis } = division;
     let asked = Asked { context: asked.is_some(), kv_tokens };
     let plan = fit(checkpoint, counts, devices, pools, options, asked, &costs)?;
-    Ok(Plan { cluster, ..plan })
+    Ok(Plan { cluster, basis, ..plan })
+}
+
+/// How many devices there are for a free split.
+fn candidates(args: &PipelineArgs) -> usize {
+    let hardware = || Adapter::all().iter().filter(|adapter| !adapter.is_software()).count();
+    if args.device.is_empty() { hardware().max(1) } else { args.device.len() }
+}
+
+/// Whether a split decides about more than memory: all stages on one device compute as much however they are cut.
+fn are_unlike(devices: &[Device]) -> bool {
+    let key = |device: &Device| (device.worker(), device.id());
+    devices.iter().any(|device| key(device) != key(&devices[0]))
+}
+
+/// What is wanted of an automatic split.
+struct Wish {
+    /// Exactly so many.
+    stages: Option<usize>,
+    context: Option<usize>,
+    kv_tokens: Option<usize>,
+    /// Whether devices may be left out and come in any order.
+    is_free: bool,
+}
+
+/// Layers, and what they are on.
+struct Division {
+    counts: Vec<usize>,
+    devices: Vec<Device>,
+    pools: Vec<Pool>,
+    basis: Basis,
+}
+
+/// A split that is still to be made.
+struct Open<'a> {
+    checkpoint: &'a Arc<Checkpoint>,
+    args: &'a PipelineArgs,
+    options: &'a StageOptions,
+}
+
+impl Open<'_> {
+    /// By what devices and links take; by bytes where that is not known.
+    fn by_measure(
+        &self,
+        counts: Vec<usize>,
+        devices: Vec<Device>,
+        pools: Vec<Pool>,
+        wish: &Wish,
+        out: &Out,
+    ) -> Result<Division> {
+        let problem = match measured::problem(self.checkpoint, &devices, &pools, self.options, out) {
+            Ok(problem) => problem,
+            Err(_) if cancel::flag().load(Ordering::Relaxed) => return Err(errors::cancelled()),
+            Err(error) => {
+                return self.by_bytes(counts, devices, pools, wish, Some(format!("{error:#}")));
+            }
+        };
+        let wanted = measured::Wanted {
+            stages: wish.stages.or((!wish.is_free).then_some(counts.len())),
+            ordered: !wish.is_free,
+            context: wish.context,
+            kv_tokens: wish.kv_tokens,
+            sequences: self.options.sequences,
+            context_max: self.checkpoint.config.context,
+            chunk: self.options.chunk,
+        };
+        let planned = wanted.wish(self.args, &problem);
+        let stages = planner::best(&problem, &planned).map_err(|error| measured::refused(&error))?;
+        let devices: Vec<Device> = stages.iter().map(|stage| devices[stage.device].clone()).collect();
+        let pools = memory::pools(&devices);
+        let basis = Basis::Measured(Box::new(Forecast { problem, stages: stages.clone(), wish: planned }));
+        Ok(Division { counts: measured::counts(&stages), devices, pools, basis })
+    }
+
+    /// By bytes, as equal as the memories allow.
+    fn by_bytes(
+        &self,
+        counts: Vec<usize>,
+        devices: Vec<Device>,
+        pools: Vec<Pool>,
+        wish: &Wish,
+        why: Option<String>,
+    ) -> Result<Division> {
+        let max = self.checkpoint.config.context;
+        let context = wish.context.unwrap_or(CONTEXT_MIN.min(max));
+        let options = StageOptions { context, kv_tokens: wish.kv_tokens.unwrap_or(context), ..*self.options };
+        let fits = |counts: &[usize]| {
+            let laid_out = layouts(self.checkpoint, &StageSpec::pipeline(counts), options, &devices);
+            laid_out.is_ok_and(|layouts| memory::shortage(&pools, &needs(&layouts)).is_none())
+        };
+        let basis = Basis::Bytes(why);
+        let counts =
+            if fits(&counts) { counts } else { self.within(&pools, &devices, options, fits).unwrap_or(counts) };
+        Ok(Division { counts, devices, pools, basis })
+    }
+
+    /// The split by bytes among those that fit.
+    fn within(
+        &self,
+        pools: &[Pool],
+        devices: &[Device],
+        options: StageOptions,
+        fits: impl Fn(&[usize]) -> bool,
+    ) -> Option<Vec<usize>> {
+        let parts = measured::parts(self.checkpoint, &options, devices[0].profile(), devices[0].limits()).ok()?;
+        let kv = parts.kv_per_token * options.kv_tokens as u64;
+        let costs = Costs {
+            layers: parts.layers.iter().map(|layer| layer + kv).collect(),
+            first: parts.first,
+            last: parts.last,
+        };
+        let limit = |stage: usize, divided: bool| {
+            let pool = pools.iter().find(|pool| pool.stages.contains(&stage));
+            let part = |pool: &Pool| if divided { pool.stages.len() as u64 } else { 1 };
+            let room = pool.and_then(|pool| Some(pool.available? / part(pool)));
+            room.map_or(u64::MAX, |room| room.saturating_sub(parts.work))
+        };
+        [false, true].into_iter().find_map(|divided| {
+            let limits: Vec<u64> = (0..devices.len()).map(|stage| limit(stage, divided)).collect();
+            auto_within(&costs, &limits).ok().filter(|counts| fits(counts))
+        })
+    }
 }
 
 /// What the user set.
@@ -176,7 +326,8 @@ fn fit(
     };
     let layouts = layouts(&checkpoint, &specs, options, &devices)?;
     let kv_lowered = asked.kv_tokens.is_none() && options.kv_tokens < all;
-    Ok(Plan { specs, devices, layouts, options, lowered, kv_lowered, pools, counts, checkpoint, cluster: None })
+    let basis = Basis::Typed;
+    Ok(Plan { specs, devices, layouts, options, lowered, kv_lowered, pools, counts, checkpoint, basis, cluster: None })
 }
 
 /// The largest multiple of `step` in `min .. max` for which `fits`, which is monotone.
@@ -320,7 +471,17 @@ impl Plan {
                 "KV cache: {kv_tokens} tokens for {sequences} sequences of up to {context}, as much as fits the memory (--kv-tokens sets it)"
             )
         });
-        context_note.into_iter().chain(kv_note).collect()
+        self.basis_note().into_iter().chain(context_note).chain(kv_note).collect()
+    }
+
+    /// What an automatic split went by, where that is worth a word.
+    pub fn basis_note(&self) -> Option<String> {
+        let split = pp_engine::split::join(&self.counts);
+        match &self.basis {
+            Basis::Measured(forecast) => Some(format!("split {split} {}", forecast.basis_text())),
+            Basis::Bytes(Some(why)) => Some(format!("split {split} by bytes: {why}")),
+            Basis::Bytes(None) | Basis::Typed => None,
+        }
     }
 }
 

@@ -134,13 +134,12 @@ pub fn costs(checkpoint: &Checkpoint) -> Costs {
     Costs { layers, first: embedding, last: bytes("output.weight").unwrap_or(embedding) }
 }
 
-/// Layers of each stage.
+/// How layers are to be divided.
 ///
 /// # Errors
 /// [`pp_engine::split::SplitError`].
-pub fn counts(args: &PipelineArgs, costs: &Costs) -> Result<Vec<usize>> {
-    let split = args.split.as_deref().map_or(Ok(Split::Auto), Split::parse)?;
-    Ok(split.resolve(args.stages, costs)?)
+pub fn split(args: &PipelineArgs) -> Result<Split> {
+    Ok(args.split.as_deref().map_or(Ok(Split::Auto), Split::parse)?)
 }
 
 /// The type of activations between stages.

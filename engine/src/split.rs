@@ -9,8 +9,10 @@ pub enum Split {
     Counts(Vec<usize>),
     /// In these proportions: `9:8:8:8`.
     Ratios(Vec<f64>),
-    /// By bytes, embedding and LM head counted.
+    /// By what devices were measured to take ([`crate::planner`]), as [`Split::Bytes`] where they were not.
     Auto,
+    /// By bytes, embedding and LM head counted.
+    Bytes,
 }
 
 /// Bytes that the parts of a model take on a stage.
@@ -28,7 +30,7 @@ pub struct Costs {
 #[derive(Clone, Debug, PartialEq, Error)]
 #[expect(missing_docs, reason = "the messages say it")]
 pub enum SplitError {
-    #[error("--split {found}: expected layer counts (9,8,8,8), ratios (9:8:8:8) or auto")]
+    #[error("--split {found}: expected layer counts (9,8,8,8), ratios (9:8:8:8), auto or bytes")]
     Syntax { found: String },
     #[error("--split {found}: every stage needs at least one layer")]
     Zero { found: String },
@@ -49,14 +51,16 @@ pub enum SplitError {
 }
 
 impl Split {
-    /// Reads `9,8,8,8`, `9:8:8:8`, or `auto`.
+    /// Reads `9,8,8,8`, `9:8:8:8`, `auto` or `bytes`.
     ///
     /// # Errors
     /// [`SplitError::Syntax`] and [`SplitError::Zero`].
     pub fn parse(text: &str) -> Result<Split, SplitError> {
         let syntax = || SplitError::Syntax { found: text.to_owned() };
-        if text.trim() == "auto" {
-            return Ok(Split::Auto);
+        match text.trim() {
+            "auto" => return Ok(Split::Auto),
+            "bytes" => return Ok(Split::Bytes),
+            _ => {}
         }
         if text.contains(':') {
             let ratios: Vec<f64> =
@@ -77,8 +81,8 @@ impl Split {
         Ok(Split::Counts(counts.into_iter().map(|count| count as usize).collect()))
     }
 
-    /// Layers of each stage. `stages` is what was asked for, if anything was; without it the split tells, and `auto`
-    /// means one stage.
+    /// Layers of each stage, `auto` by bytes. `stages` is what was asked for, if anything was; without it the split
+    /// tells, and `auto` and `bytes` mean one stage.
     ///
     /// # Errors
     /// [`SplitError`].
@@ -87,7 +91,7 @@ impl Split {
         let named = match self {
             Split::Counts(counts) => Some(counts.len()),
             Split::Ratios(ratios) => Some(ratios.len()),
-            Split::Auto => None,
+            Split::Auto | Split::Bytes => None,
         };
         if let (Some(stages), Some(named)) = (stages, named)
             && stages != named
@@ -144,6 +148,7 @@ impl std::fmt::Display for Split {
             Split::Counts(counts) => f.write_str(&join(counts)),
             Split::Ratios(ratios) => f.write_str(&ratios.iter().map(f64::to_string).collect::<Vec<_>>().join(":")),
             Split::Auto => f.write_str("auto"),
+            Split::Bytes => f.write_str("bytes"),
         }
     }
 }

@@ -28,20 +28,23 @@ struct File {
     device: Vec<String>,
 }
 
-/// The options with what the file says, and with a number of stages where the workers make one.
+/// The options with what the file says, and with a number of stages where the workers make one; and the number that was
+/// asked for.
 ///
 /// # Errors
 /// When the file cannot be read, or says something else: names the line.
-pub fn merged(args: &PipelineArgs) -> Result<PipelineArgs> {
+pub fn merged(args: &PipelineArgs) -> Result<(PipelineArgs, Option<usize>)> {
     let mut args = args.clone();
     if let Some(path) = &args.cluster {
         let file = read(path)?;
         merge(&mut args, file);
     }
-    if args.stages.is_none() && args.split.as_deref().is_none_or(|split| split == "auto") && !args.workers.is_empty() {
+    let asked = args.stages;
+    let is_open = args.split.as_deref().is_none_or(|split| ["auto", "bytes"].contains(&split.trim()));
+    if asked.is_none() && is_open && !args.workers.is_empty() {
         args.stages = Some(places::stages(&args.workers));
     }
-    Ok(args)
+    Ok((args, asked))
 }
 
 fn read(path: &Path) -> Result<File> {
@@ -86,7 +89,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("cluster.toml");
         std::fs::write(&path, text).unwrap();
-        merged(&PipelineArgs { cluster: Some(path), ..args }).unwrap()
+        merged(&PipelineArgs { cluster: Some(path), ..args }).unwrap().0
     }
 
     #[test]

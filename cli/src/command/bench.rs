@@ -17,6 +17,7 @@ use serde::Serialize;
 
 use crate::args::BenchArgs;
 use crate::errors::{cancelled, usage};
+use crate::measured::Forecast;
 use crate::output::{Out, Report, table};
 use crate::plan::{self, Plan, Wanted};
 use crate::report::{Spread, StageRow, stage_table};
@@ -50,6 +51,8 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode> {
             args.prompt_tokens, args.gen_tokens, plan.options.context
         )));
     }
+    // Devices are measured before they have anything else to do.
+    let forecast = Forecast::wanted(&plan, &args.pipeline, &out)?;
     // Repetitions have one prompt: it must be computed every time.
     let options = HeadOptions { prefix_cache: false, ..super::head_options(&args.pipeline) };
     let (mut head, load_seconds) = super::load(&plan, options, tokenizer.into(), &out)?;
@@ -58,7 +61,8 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode> {
     for depth in &args.depths {
         out.note(&format!("depth {depth}: 1 warm-up and {} repetitions", args.reps));
         let bench = Bench { plan: &plan, depth: *depth, args };
-        depths.push(bench.measure(&mut head)?);
+        let measured = bench.measure(&mut head)?;
+        depths.push(measured.beside(forecast.as_ref(), args));
     }
     let seconds = started.elapsed().as_secs_f64();
     let report = BenchReport::new(&plan, args, depths, load_seconds, seconds, report::stages(head.pipeline()));
@@ -110,6 +114,7 @@ impl Bench<'_> {
             decode_tokens_per_s: spread(|run| run.decode_rate),
             first_token_seconds: spread(|run| run.first_token_seconds),
             time_per_token_seconds: spread(|run| 1.0 / run.decode_rate),
+            predicted: None,
         })
     }
 
@@ -158,6 +163,38 @@ struct Depth {
     decode_tokens_per_s: Spread,
     first_token_seconds: Spread,
     time_per_token_seconds: Spread,
+    /// What was predicted before; null where nothing was measured for it.
+    predicted: Option<Predicted>,
+}
+
+/// A prediction, and by how much it is more (or less) than what was measured.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Predicted {
+    decode_tokens_per_s: f64,
+    decode_error_percent: f64,
+    first_token_seconds: f64,
+    first_token_error_percent: f64,
+}
+
+/// By how many percent a prediction is off.
+fn error_percent(predicted: f64, measured: f64) -> f64 {
+    100.0 * (predicted / measured - 1.0)
+}
+
+impl Depth {
+    /// With what a forecast says of it.
+    fn beside(self, forecast: Option<&Forecast>, args: &BenchArgs) -> Depth {
+        let predicted = forecast.map(|forecast| {
+            let found = forecast.predict(1, self.depth + args.prompt_tokens, args.gen_tokens);
+            Predicted {
+                decode_tokens_per_s: found.tokens_per_second,
+                decode_error_percent: error_percent(found.tokens_per_second, self.decode_tokens_per_s.median),
+                first_token_seconds: found.first_token_seconds,
+                first_token_error_percent: error_percent(found.first_token_seconds, self.first_token_seconds.median),
+            }
+        });
+        Depth { predicted, ..self }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -221,6 +258,16 @@ impl BenchReport {
     }
 }
 
+const HEADER: [&str; 7] = [
+    "depth",
+    "prefill tokens/s",
+    "decode tokens/s",
+    "first token ms",
+    "per token ms",
+    "decode predicted",
+    "first token predicted",
+];
+
 impl Report for BenchReport {
     fn text(&self) -> String {
         let spread =
@@ -235,6 +282,12 @@ impl Report for BenchReport {
                     spread(&depth.decode_tokens_per_s, 1.0),
                     spread(&depth.first_token_seconds, 1e3),
                     spread(&depth.time_per_token_seconds, 1e3),
+                    depth.predicted.map_or("-".to_owned(), |p| {
+                        format!("{:.1} ({:+.0} %)", p.decode_tokens_per_s, p.decode_error_percent)
+                    }),
+                    depth.predicted.map_or("-".to_owned(), |p| {
+                        format!("{:.1} ({:+.0} %)", p.first_token_seconds * 1e3, p.first_token_error_percent)
+                    }),
                 ]
             })
             .collect();
@@ -247,7 +300,7 @@ impl Report for BenchReport {
             self.reps,
             self.activations,
             self.kv,
-            table(0, &["depth", "prefill tokens/s", "decode tokens/s", "first token ms", "per token ms"], &rows),
+            table(0, &HEADER, &rows),
             stage_table(&self.stages, self.seconds)
         )
     }

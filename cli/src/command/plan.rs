@@ -1,32 +1,66 @@
-//! What each stage would hold, before anything is loaded.
+//! What each stage would hold, and what they would reach, before anything is loaded.
+
+mod elsewhere;
+mod forecast;
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 use pp_engine::cluster::control::Purpose;
-use pp_engine::layout::StageLayout;
+use pp_engine::layout::{SEQUENCES_MAX, StageLayout};
 use pp_engine::pipeline::Device;
 use serde::Serialize;
 
 use crate::args::PlanArgs;
+use crate::errors::usage;
+use crate::measured::Forecast;
 use crate::output::{Out, Report, bytes, count, table};
-use crate::plan::{self, Plan};
+use crate::plan::{self, Basis, Plan};
 use crate::report::{Widened, layer_range, placed};
+use forecast::{Asked, ForecastReport};
+
+/// Requests at once, tokens of a prompt or an answer at most.
+const COUNT_MAX: usize = 1 << 20;
 
 /// Plans and tells.
 pub fn run(args: &PlanArgs) -> Result<ExitCode> {
     let out = Out::new(args.output.json, false);
+    for level in &args.concurrency {
+        if !(1..=SEQUENCES_MAX).contains(level) {
+            return Err(usage(format!("--concurrency {level}: expected 1 to {SEQUENCES_MAX} requests at once")));
+        }
+    }
+    for (name, tokens) in [("--prompt-tokens", args.prompt_tokens), ("--gen-tokens", args.gen_tokens)] {
+        if !(1..=COUNT_MAX).contains(&tokens) {
+            return Err(usage(format!("{name} {tokens}: expected 1 to {COUNT_MAX}")));
+        }
+    }
+    let checkpoint = super::open(&args.model)?;
+    if let Some(path) = &args.hardware {
+        out.result(&elsewhere::plan(&checkpoint, args, path)?)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     // Who plans takes nothing from anybody.
     let wanted = plan::Wanted { purpose: Purpose::Look, ..plan::Wanted::one(None) };
-    let plan = plan::make(super::open(&args.model)?, &args.pipeline, wanted, &out)?;
-    out.result(&PlanReport::new(&plan))?;
+    let plan = plan::make(checkpoint, &args.pipeline, wanted, &out)?;
+    let forecast = Forecast::wanted(&plan, &args.pipeline, &out)?;
+    let forecast = forecast.map(|forecast| ForecastReport::new(&forecast, &asked(args, false)));
+    out.result(&PlanReport { forecast, ..PlanReport::new(&plan) })?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn asked(args: &PlanArgs, simulated: bool) -> Asked<'_> {
+    Asked { levels: &args.concurrency, prompt: args.prompt_tokens, answer: args.gen_tokens, simulated }
 }
 
 #[derive(Debug, Serialize)]
 struct PlanReport {
     model: String,
     split: Vec<usize>,
+    /// `typed`, `bytes` or `measured`.
+    split_by: &'static str,
+    /// The same for people, with what was left out.
+    split_reason: Option<String>,
     activations: &'static str,
     kv: &'static str,
     context: usize,
@@ -42,6 +76,8 @@ struct PlanReport {
     /// Bytes between two stages, of one decoded token and of a whole chunk of a prompt.
     hop_bytes_decode: u64,
     hop_bytes_chunk: u64,
+    /// What it should reach; null where nothing is measured.
+    forecast: Option<ForecastReport>,
 }
 
 #[derive(Debug, Serialize)]
@@ -127,6 +163,12 @@ impl PlanReport {
         PlanReport {
             model: plan.checkpoint.path.display().to_string(),
             split: plan.counts.clone(),
+            split_by: match &plan.basis {
+                Basis::Typed => "typed",
+                Basis::Bytes(_) => "bytes",
+                Basis::Measured(_) => "measured",
+            },
+            split_reason: plan.basis_note(),
             activations,
             kv,
             context: plan.options.context,
@@ -145,6 +187,7 @@ impl PlanReport {
             hop_bytes_decode: plan.options.wire.bytes(1, hidden) as u64,
             hop_bytes_chunk: plan.options.wire.bytes(plan.options.chunk, hidden) as u64,
             stages,
+            forecast: None,
         }
     }
 }
@@ -162,10 +205,12 @@ impl Report for PlanReport {
             bytes(t.work_bytes),
             bytes(t.device_bytes),
         ]);
+        let by_bytes = if self.split_by == "bytes" && self.split.len() > 1 { " by bytes" } else { "" };
+        let split = format!("split {}{by_bytes}", pp_engine::split::join(&self.split));
         let mut text = format!(
-            "{}\nsplit {}   activations {}   KV {}\n\n{}\n",
+            "{}\n{}   activations {}   KV {}\n\n{}\n",
             self.model,
-            pp_engine::split::join(&self.split),
+            self.split_reason.as_ref().unwrap_or(&split),
             self.activations,
             self.kv,
             table(3, &["stage", "device", "layers", "weights", "KV", "work", "in all"], &rows)
@@ -198,6 +243,9 @@ impl Report for PlanReport {
                 bytes(self.hop_bytes_decode),
                 bytes(self.hop_bytes_chunk)
             ));
+        }
+        if let Some(forecast) = &self.forecast {
+            text.push_str(&format!("\n\n{}", forecast.text()));
         }
         text
     }

@@ -28,7 +28,7 @@ use crate::cluster::{self, LOCK, PORT};
 use crate::errors::usage;
 use crate::models::Places;
 use crate::output::{Out, bytes};
-use crate::{cancel, errors, memory, plan};
+use crate::{cancel, errors, measured, memory, plan};
 
 /// Held as long as a worker of this folder runs.
 const RUNNING: &str = "worker.lock";
@@ -363,6 +363,10 @@ impl Host for Machine {
 
     fn memory(&self) -> Option<(u64, u64)> {
         memory::host()
+    }
+
+    fn calibrations(&self) -> Option<PathBuf> {
+        measured::file()
     }
 }
 

@@ -109,7 +109,10 @@ fn sampling_out_of_range_is_refused() {
 #[test]
 fn layers_are_counted_as_typed() {
     let costs = Costs { layers: vec![10; 30], first: 100, last: 100 };
-    let counts = |line: &[&str]| counts(&parse(&[&["hi"], line].concat()).run.pipeline, &costs);
+    let counts = |line: &[&str]| {
+        let pipeline = parse(&[&["hi"], line].concat()).run.pipeline;
+        Ok(split(&pipeline)?.resolve(pipeline.stages, &costs)?) as Result<Vec<usize>>
+    };
     assert_eq!(counts(&[]).unwrap(), [30]);
     assert_eq!(counts(&["--split", "8,8,7,7"]).unwrap(), [8, 8, 7, 7]);
     assert_eq!(counts(&["--split", "1:2"]).unwrap(), [10, 20]);

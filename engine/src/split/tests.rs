@@ -23,13 +23,15 @@ fn what_the_user_asked_for_is_obeyed_or_refused() {
     check("1000:1:1", None, 4, "2,1,1");
     check("auto", None, 30, "30");
     check("auto", Some(4), 30, "8,8,7,7");
+    check("bytes", Some(4), 30, "8,8,7,7");
+    check(" bytes ", None, 30, "30");
     check("8, 8, 7, 7", None, 30, "8,8,7,7");
     check("9,8,8,8", None, 30, "--split: 9+8+8+8 = 33 ≠ 30, the layers of this model; a split that fits: 8,8,7,7");
     check("0,30", None, 30, "--split 0,30: every stage needs at least one layer");
     check("-1,31", None, 30, "--split -1,31: every stage needs at least one layer");
-    check("a,b", None, 30, "--split a,b: expected layer counts (9,8,8,8), ratios (9:8:8:8) or auto");
-    check("", None, 30, "--split : expected layer counts (9,8,8,8), ratios (9:8:8:8) or auto");
-    check("inf:1", None, 30, "--split inf:1: expected layer counts (9,8,8,8), ratios (9:8:8:8) or auto");
+    check("a,b", None, 30, "--split a,b: expected layer counts (9,8,8,8), ratios (9:8:8:8), auto or bytes");
+    check("", None, 30, "--split : expected layer counts (9,8,8,8), ratios (9:8:8:8), auto or bytes");
+    check("inf:1", None, 30, "--split inf:1: expected layer counts (9,8,8,8), ratios (9:8:8:8), auto or bytes");
     check(
         "15,15",
         Some(3),

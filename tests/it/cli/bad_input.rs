@@ -87,6 +87,32 @@ fn options_out_of_range_or_in_conflict() {
 }
 
 #[test]
+fn plans_of_what_makes_no_sense() {
+    let m = model("tiny/llama-tied");
+    let refused =
+        |options: &[&str], code, wanted: &[&str]| refused(&[&["plan", "-m", &m], options].concat(), code, wanted);
+    refused(&["--concurrency", "0"], USAGE, &["--concurrency 0"]);
+    refused(&["--prompt-tokens", "0"], USAGE, &["--prompt-tokens 0"]);
+    refused(&["--optimize", "speed"], USAGE, &["--optimize", "throughput, latency, context"]);
+    refused(&["--hardware", "no-such.toml"], USAGE, &["--hardware no-such.toml"]);
+    refused(&["--hardware", "x.toml", "--device", "0"], USAGE, &["--hardware", "--device"]);
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    let path = file.path().to_str().expect("UTF-8");
+    let write = |text: &str| std::fs::write(file.path(), text).expect("writable");
+    write("[[card]]\nname = 'a'\nmemory_gb = -1\nbandwidth_gb_s = 1\nf32_tflops = 1\n");
+    refused(&["--hardware", path], USAGE, &["line 3", "memory_gb = -1"]);
+    write("[[card]]\nname = 'a'\nmemory = 1\n");
+    refused(&["--hardware", path], USAGE, &["line 3", "memory"]);
+    write("[[card]]\nname = 'a'\nmemory_gb = 0.1\nbandwidth_gb_s = 1\nf32_tflops = 1\n");
+    refused(&["--hardware", path, "--split", "1,1"], USAGE, &["2 stages", "1 card"]);
+    refused(
+        &["--hardware", path, "--kv-tokens", "100000000"],
+        DEVICE,
+        &["no split fits", "100,000,000 tokens", "95.0 MB", "--ctx"],
+    );
+}
+
+#[test]
 fn devices_that_are_not_there() {
     let m = model("tiny/llama-tied");
     refused(&["-m", &m, "--device", "no such card", "--prompt", "a"], USAGE, &["--device no such card", "there are:"]);

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{model, object, stdout, succeeded};
+use super::{model, no_vulkan, object, program, stderr, stdout, succeeded};
 use crate::support::{ids, json};
 
 fn floats(value: &Value) -> Vec<f64> {
@@ -58,6 +58,129 @@ fn a_plan_tells_what_a_run_will_take() {
     for wanted in ["0-8 +embedding", "25-32 +head", "KV", "between stages"] {
         assert!(text.contains(wanted), "{wanted} in {text}");
     }
+}
+
+#[test]
+fn a_plan_predicts_says_why_and_measures_once() {
+    let (m, cache) = (model("tiny/llama-33"), tempfile::tempdir().expect("a folder"));
+    let plan = |options: &[&str]| {
+        let mut command = program(&[&["plan", "-m", &m, "--stages", "2", "--json"], options].concat());
+        let output = command.env("XDG_CACHE_HOME", cache.path()).output().expect("the program starts");
+        assert!(output.status.success(), "{}", stderr(&output));
+        let found: Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+        (found, stderr(&output))
+    };
+    let (found, told) = plan(&[]);
+    assert!(told.contains("measuring ") && told.contains("once for models of this shape"), "{told}");
+    assert_eq!((&found["split_by"], &found["forecast"]["source"]), (&"bytes".into(), &"measured".into()));
+    let rows = found["forecast"]["concurrency"].as_array().expect("an array");
+    let levels: Vec<u64> = rows.iter().filter_map(|row| row["concurrency"].as_u64()).collect();
+    assert_eq!(levels, [1, 2, 4, 8, 16]);
+    for row in rows {
+        for key in ["groups", "tokens_per_s", "time_per_token_seconds", "first_token_seconds"] {
+            assert!(row[key].as_f64().is_some_and(|value| value > 0.0), "{key}: {row}");
+        }
+    }
+    let reasons = found["forecast"]["reasons"].as_array().expect("an array");
+    assert_eq!(reasons.len(), 2);
+    assert!(reasons.iter().all(|reason| reason["step_seconds"].as_f64().is_some_and(|seconds| seconds > 0.0)));
+    // Known from now on, whatever the split; a damaged file is made anew.
+    let (auto, told) = plan(&["--split", "auto", "--concurrency", "3"]);
+    assert!(!told.contains("measuring "), "{told}");
+    assert_eq!(auto["split_by"], "measured");
+    assert_eq!(auto["split"].as_array().expect("an array").iter().filter_map(Value::as_u64).sum::<u64>(), 33);
+    assert!(auto["split_reason"].as_str().is_some_and(|text| text.contains("by measured times, for one request")));
+    let file = cache.path().join("pp-run/calibration.json");
+    std::fs::write(&file, "{").expect("writable");
+    assert!(plan(&[]).1.contains("measuring "));
+    assert!(std::fs::metadata(&file).expect("it is there").len() > 100);
+    let (bytes, told) = plan(&["--split", "auto", "--no-measure"]);
+    assert_eq!((&bytes["split_by"], &bytes["forecast"], told.as_str()), (&"bytes".into(), &Value::Null, ""));
+    let text = stdout(&succeeded(&["plan", "-m", &m, "--stages", "2"]));
+    for wanted in
+        ["predicted, from measured times", "at once", "first token ms", "why, at 1 at once:", "ms a step, busy"]
+    {
+        assert!(text.contains(wanted), "{wanted} in {text}");
+    }
+}
+
+#[test]
+fn what_is_not_measured_is_not_predicted() {
+    let m = model("tiny/llama-33");
+    let output = succeeded(&["plan", "-m", &m, "--split", "20,13", "--device", "reference", "--json"]);
+    let found: Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+    assert_eq!((&found["split_by"], &found["forecast"]), (&"typed".into(), &Value::Null));
+    assert!(stderr(&output).contains("nothing is predicted: the reference"), "{}", stderr(&output));
+}
+
+const CARDS: &str = "\
+[[card]]
+name = 'card'
+count = 2
+memory_gb = 8
+bandwidth_gb_s = 400
+f32_tflops = 20
+
+[[card]]
+name = 'slow'
+memory_gb = 4
+bandwidth_gb_s = 1
+f32_tflops = 0.05
+host = 'rig2'
+
+[network]
+latency_us = 20000
+bandwidth_gbit_s = 0.1
+";
+
+#[test]
+fn cards_that_are_not_here_are_planned_with() {
+    let (m, file) = (model("tiny/llama-33"), tempfile::NamedTempFile::new().expect("a file"));
+    std::fs::write(file.path(), CARDS).expect("writable");
+    let path = file.path().to_str().expect("UTF-8");
+    let options = ["plan", "-m", &m, "--hardware", path, "--concurrency", "1,8"];
+    // It needs no driver.
+    let mut command = program(&[&options[..], &["--json"]].concat());
+    let output = no_vulkan(&mut command).output().expect("the program starts");
+    let found: Value = serde_json::from_str(&stdout(&output)).unwrap_or_else(|e| panic!("{e}: {}", stderr(&output)));
+    assert_eq!(found["forecast"]["source"], "estimated");
+    assert_eq!(found["forecast"]["concurrency"].as_array().map(Vec::len), Some(2));
+    let cards = |found: &Value| -> Vec<String> {
+        let stages = found["stages"].as_array().expect("an array");
+        stages.iter().map(|stage| stage["card"].as_str().expect("a name").to_owned()).collect()
+    };
+    assert!(!cards(&found).contains(&"slow".to_owned()), "{found}");
+    assert!(found["forecast"]["left_out"].as_array().is_some_and(|left| left.contains(&"slow".into())));
+    let all = object(&[&options[..], &["--use-all"]].concat());
+    assert_eq!(all["split"].as_array().map(Vec::len), Some(3));
+    let rate = |found: &Value| found["forecast"]["concurrency"][1]["tokens_per_s"].as_f64().expect("a number");
+    assert!(rate(&all) < rate(&found), "{} {}", rate(&all), rate(&found));
+    let typed = object(&[&options[..], &["--split", "20,13"]].concat());
+    assert_eq!(
+        (&typed["split"], cards(&typed)),
+        (&serde_json::json!([20, 13]), vec!["card #1".into(), "card #2".into()])
+    );
+    let text = stdout(&succeeded(&options));
+    for wanted in ["estimated from the cards' figures, simulated", "card #1", "KV room for", "left out: "] {
+        assert!(text.contains(wanted), "{wanted} in {text}");
+    }
+}
+
+#[test]
+fn a_bench_prints_what_was_predicted_beside() {
+    let m = model("tiny/llama-tied");
+    let common = ["bench", "-m", &m, "--reps", "1", "--prompt-tokens", "8", "--gen-tokens", "4", "--no-roofline"];
+    let found = object(&common);
+    for key in ["decode_tokens_per_s", "decode_error_percent", "first_token_seconds", "first_token_error_percent"] {
+        assert!(found["depths"][0]["predicted"][key].is_f64(), "{key}: {}", found["depths"][0]);
+    }
+    let found = object(&[&common[..], &["--concurrency", "2"]].concat());
+    let level = &found["concurrency"][0];
+    for key in ["planned_tokens_per_s", "planned_error_percent", "planned_first_token_seconds"] {
+        assert!(level[key].is_f64(), "{key}: {level}");
+    }
+    let without = object(&[&common[..], &["--no-measure"]].concat());
+    assert_eq!(without["depths"][0]["predicted"], Value::Null);
 }
 
 #[test]

@@ -12,9 +12,10 @@ use pp_engine::sampler::Sampling;
 use pp_engine::schedule::{Refused, RequestId};
 use serde::Serialize;
 
-use super::made_up_id;
+use super::{error_percent, made_up_id};
 use crate::args::BenchArgs;
 use crate::errors::{cancelled, usage};
+use crate::measured::Forecast;
 use crate::output::live::Live;
 use crate::output::{Out, Report, table};
 use crate::plan::{self, Plan, Wanted};
@@ -51,6 +52,8 @@ pub fn run(args: &BenchArgs, out: &Out) -> Result<ExitCode> {
     if context > plan.options.context {
         return Err(usage(format!("{context} tokens do not fit the context of {}", plan.options.context)));
     }
+    // Devices are measured before they have anything else to do.
+    let forecast = if replay.is_some() { None } else { Forecast::wanted(&plan, &args.pipeline, out)? };
     // Made-up prompts are alike from run to run: they must be computed every time.
     let prefix_cache = replay.is_some() && !args.pipeline.no_prefix_cache;
     let options = HeadOptions { prefix_cache, ..crate::command::head_options(&args.pipeline) };
@@ -70,7 +73,8 @@ pub fn run(args: &BenchArgs, out: &Out) -> Result<ExitCode> {
                 once(&mut head, requests(), &mut live)?;
                 let runs =
                     (0..args.reps).map(|_| once(&mut head, requests(), &mut live)).collect::<Result<Vec<_>>>()?;
-                levels.push(Level::of(*level, &runs, &head));
+                let measured = Level::of(*level, &runs, &head);
+                levels.push(measured.beside(forecast.as_ref(), args));
             }
         }
     }
@@ -225,8 +229,13 @@ struct Level {
     /// Share of time that the stages were busy while all decoded, and what the law says for these stages and groups.
     efficiency: f64,
     efficiency_by_law: Option<f64>,
-    /// What the measured costs of the stages predict.
+    /// What the costs of the stages predict, as the scheduler fitted them in this run.
     predicted_tokens_per_s: Option<f64>,
+    /// What was predicted before anything was loaded, and by how many percent it is more than what was measured.
+    planned_tokens_per_s: Option<f64>,
+    planned_error_percent: Option<f64>,
+    planned_first_token_seconds: Option<f64>,
+    planned_first_token_error_percent: Option<f64>,
     refused: usize,
 }
 
@@ -253,7 +262,25 @@ impl Level {
             efficiency: runs.iter().map(|run| run.busy).sum::<f64>() / runs.len() as f64,
             efficiency_by_law: law.map(|(_, efficiency)| efficiency),
             predicted_tokens_per_s: law.map(|(rate, _)| rate),
+            planned_tokens_per_s: None,
+            planned_error_percent: None,
+            planned_first_token_seconds: None,
+            planned_first_token_error_percent: None,
             refused: runs.iter().map(|run| run.refused).sum(),
+        }
+    }
+
+    /// With what a forecast says of it.
+    fn beside(self, forecast: Option<&Forecast>, args: &BenchArgs) -> Level {
+        let Some(forecast) = forecast else { return self };
+        let found = forecast.predict(self.concurrency, args.prompt_tokens, args.gen_tokens);
+        let (rate, first) = (found.tokens_per_second, found.first_token_seconds);
+        Level {
+            planned_tokens_per_s: Some(rate),
+            planned_error_percent: Some(error_percent(rate, self.decode_tokens_per_s.median)),
+            planned_first_token_seconds: Some(first),
+            planned_first_token_error_percent: Some(error_percent(first, self.first_token_seconds.p50)),
+            ..self
         }
     }
 }
@@ -307,6 +334,12 @@ impl ConcurrencyReport {
     }
 }
 
+/// `81.2 (+3 %)`
+fn planned(value: Option<f64>, error: Option<f64>, scale: f64) -> String {
+    let both = value.zip(error);
+    both.map_or("-".to_owned(), |(value, error)| format!("{:.1} ({error:+.0} %)", value * scale))
+}
+
 impl Report for ConcurrencyReport {
     fn text(&self) -> String {
         let percent = |share: f64| format!("{:.0} %", 100.0 * share);
@@ -319,9 +352,11 @@ impl Report for ConcurrencyReport {
                 vec![
                     level.concurrency.to_string(),
                     format!("{:.1} ({:.1}-{:.1})", rate.median, rate.min, rate.max),
+                    planned(level.planned_tokens_per_s, level.planned_error_percent, 1.0),
                     level.predicted_tokens_per_s.map_or("-".to_owned(), |rate| format!("{rate:.1}")),
                     format!("{:.1}", level.per_request_tokens_per_s),
                     ms(level.first_token_seconds.p50),
+                    planned(level.planned_first_token_seconds, level.planned_first_token_error_percent, 1e3),
                     ms(level.time_per_token_seconds.p50),
                     level.groups.to_string(),
                     percent(level.efficiency),
@@ -333,8 +368,10 @@ impl Report for ConcurrencyReport {
             "at once",
             "decode tokens/s",
             "predicted",
+            "fitted",
             "per request",
             "first token ms",
+            "predicted",
             "per token ms",
             "groups M",
             "busy",
