@@ -16,6 +16,7 @@ use toml::Spanned;
 
 use crate::errors::usage;
 use crate::measured::{SAMPLING, parts};
+use crate::output::printable;
 
 /// Longest file that is read.
 const BYTES_MAX: u64 = 1 << 20;
@@ -102,7 +103,11 @@ impl Hardware {
     fn parse(text: &str) -> Result<Hardware, String> {
         let line_of = |at: usize| 1 + text[..at.min(text.len())].matches('\n').count();
         let file: File = toml::from_str(text).map_err(|error| match error.span() {
-            Some(span) => format!("line {}: {}", line_of(span.start), error.message()),
+            Some(span) => {
+                let line = line_of(span.start);
+                let said: String = text.lines().nth(line - 1).unwrap_or_default().trim().chars().take(60).collect();
+                format!("line {line} ({}): {}", printable(&said), error.message())
+            }
             None => error.message().to_owned(),
         })?;
         let within = |field: &str, value: &Spanned<f64>, least: f64, most: f64| {

@@ -496,7 +496,7 @@ mod tests {
         let text = NetReport { rows }.text();
         assert!(text.contains("veth, MTU 1500\nframe"), "{text}");
         for line in
-            ["8K      50 (100)   40 (80)        400       800  1.25, 0.50", "tls not measured: took longer than 1 s"]
+            ["8K     50 (100)  40 (80)        400       800  1.25, 0.50", "tls not measured: took longer than 1 s"]
         {
             assert!(text.contains(line), "{line:?} in\n{text}");
         }

@@ -360,7 +360,7 @@ fn the_law_of_the_ring_is_what_is_predicted() {
     let stages: Vec<Stage> = (0..4).map(|device| Stage { device, layers: 2 * device..2 * device + 2 }).collect();
     let load = Load { concurrency: 8, ..LOAD };
     let costs = [StageCost { alpha: 0.004, beta: 2e-3, attention: 0.0 }; 4];
-    let ring = Ring { stages: &costs, hops: &[], back: HopCost::default(), sampling: 0.0 };
+    let ring = Ring { stages: &costs, hops: &[], back: HopCost::default(), sampling: 0.0, shares: &[] };
     let found = predict(&problem, &stages, &load);
     assert!((found.seconds_per_token - ring.round_of(8, 4)).abs() < 1e-9 && found.groups == 4, "{found:?}");
     // The scheduler would take as many groups.
