@@ -73,6 +73,8 @@ pub enum Verb {
     Inspect(InspectArgs),
     /// Layers and bytes of every stage, before anything is loaded
     Plan(PlanArgs),
+    /// Get a model from the Hugging Face hub
+    Pull(PullArgs),
     /// How well a model predicts a text: negative log-likelihood and perplexity
     Perplexity(PerplexityArgs),
     /// How fast a model runs: prompt and answer tokens per second at several depths, or with several requests at once
@@ -334,6 +336,26 @@ pub struct InspectArgs {
     /// A .gguf file, a Hugging Face folder, or a name in the models folder
     #[arg(value_name = "MODEL")]
     pub model: Option<String>,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `pull`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  pp-run pull Qwen/Qwen2.5-1.5B-Instruct-GGUF            of several files the one with Q4_K_M in its name
+  pp-run pull Qwen/Qwen2.5-1.5B-Instruct-GGUF:q8_0       another one
+  pp-run pull HuggingFaceTB/SmolLM2-135M-Instruct        a folder of safetensors
+  pp-run -m Qwen/Qwen2.5-1.5B-Instruct-GGUF Hello        what was pulled is a name of a model
+
+Models go to the cache of Hugging Face's own programs ($HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub). What
+is there is not fetched again, and what breaks off goes on where it was. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE
+mean what they mean there.")]
+pub struct PullArgs {
+    /// OWNER/NAME, with @REVISION and :FILE (or a part of its name) where wanted
+    #[arg(value_name = "NAME")]
+    pub name: String,
     #[command(flatten)]
     pub output: OutputArgs,
 }

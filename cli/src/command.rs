@@ -9,6 +9,7 @@ mod inspect;
 mod net_bench;
 mod perplexity;
 mod plan;
+mod pull;
 mod run;
 mod sim;
 mod trace;
@@ -47,6 +48,7 @@ pub fn run(cli: Cli) -> Result<ExitCode> {
         Some(Verb::Devices(args)) => devices::run(&args),
         Some(Verb::Inspect(args)) => inspect::run(&args),
         Some(Verb::Plan(args)) => plan::run(&args),
+        Some(Verb::Pull(args)) => pull::run(&args),
         Some(Verb::Perplexity(args)) => perplexity::run(&args),
         Some(Verb::Bench(args)) => bench::run(&args),
         Some(Verb::Batch(args)) => batch::run(&args),

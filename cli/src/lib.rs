@@ -9,6 +9,7 @@ mod cluster;
 mod command;
 mod errors;
 mod hardware;
+mod hub;
 mod logging;
 mod measured;
 mod memory;

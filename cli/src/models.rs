@@ -1,5 +1,6 @@
 //! Where models are looked for, and where their digests are remembered.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
@@ -7,6 +8,7 @@ use anyhow::Result;
 use pp_engine::checkpoint::Checkpoint;
 use pp_engine::digest::{Digest, DigestError, Digests};
 
+use crate::hub::{self, HubName};
 use crate::output::Out;
 use crate::output::progress::Steps;
 use crate::{cancel, errors};
@@ -21,6 +23,8 @@ pub struct Places {
     pub model: Option<String>,
     /// The models folder, if there can be one.
     pub folder: Option<PathBuf>,
+    /// The cache of the Hugging Face hub, if there can be one.
+    pub hub: Option<PathBuf>,
     /// Where digests of models are remembered, if that can be.
     pub digests: Option<PathBuf>,
     /// Where tensors are kept that came from other machines, if that can be.
@@ -45,6 +49,7 @@ impl Places {
         Places {
             model,
             folder,
+            hub: hub(&var),
             digests: cache("digests.json"),
             tensors: cache("tensors"),
             manifests: cache("manifests"),
@@ -59,23 +64,28 @@ impl Places {
     /// When there is no such model; says what there is and how to get one.
     pub fn find(&self, name: Option<&str>) -> Result<PathBuf> {
         if let Some(name) = name.or(self.model.as_deref()) {
-            return self.named(name).ok_or_else(|| {
+            return self.named(name)?.ok_or_else(|| {
                 let path =
                     if name.contains('/') || name.ends_with(".gguf") { "no such file or folder, and " } else { "" };
-                errors::model(format!("model `{name}`: {path}no model of that name\n{}", self.what_there_is()))
+                let pull = HubName::parse(name).map_or(String::new(), |_| format!("; get it with pp-run pull {name}"));
+                errors::model(format!("model `{name}`: {path}no model of that name{pull}\n{}", self.what_there_is()))
             });
         }
         let demo = self.folder.as_ref().map(|folder| folder.join(DEMO)).filter(|path| path.is_file());
         demo.ok_or_else(|| errors::usage(format!("no model was given with -m\n{}", self.what_there_is())))
     }
 
-    fn named(&self, name: &str) -> Option<PathBuf> {
+    fn named(&self, name: &str) -> Result<Option<PathBuf>> {
         let path = PathBuf::from(name);
         if name.is_empty() || path.exists() {
-            return Some(path).filter(|_| !name.is_empty());
+            return Ok(Some(path).filter(|_| !name.is_empty()));
         }
-        let folder = self.folder.as_ref()?;
-        [folder.join(name), folder.join(format!("{name}.gguf"))].into_iter().find(|path| path.exists())
+        let in_folder = |folder: &PathBuf| [folder.join(name), folder.join(format!("{name}.gguf"))];
+        let found = self.folder.iter().flat_map(in_folder).find(|path| path.exists());
+        match (found, &self.hub, HubName::parse(name)) {
+            (None, Some(hub), Ok(name)) => hub::cached(hub, &name).map_err(|error| errors::usage(error.to_string())),
+            (found, ..) => Ok(found),
+        }
     }
 
     fn what_there_is(&self) -> String {
@@ -87,6 +97,14 @@ impl Places {
         let found = if names.is_empty() { "holds no model".to_owned() } else { format!("holds {}", names.join(", ")) };
         format!("the models folder {} {found}; scripts/demo.sh fetches the demo model", folder.display())
     }
+}
+
+/// The cache of the hub, as Hugging Face's own libraries find it.
+fn hub(var: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let home = || var("HOME").map(|home| PathBuf::from(home).join(".cache"));
+    let cache = || var("XDG_CACHE_HOME").map(PathBuf::from).or_else(home).map(|cache| cache.join("huggingface"));
+    let in_home = || var("HF_HOME").map(PathBuf::from).or_else(cache).map(|home| home.join("hub"));
+    var("HF_HUB_CACHE").map(PathBuf::from).or_else(in_home)
 }
 
 /// The digest of a model; one that was never seen before is read, all of it.

@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod many;
+mod pull;
 mod sim;
 mod trace;
 mod verbs;
