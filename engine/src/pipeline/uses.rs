@@ -3,6 +3,7 @@
 use std::sync::OnceLock;
 
 use super::Device;
+use crate::calibrate::machine;
 use crate::law::Use;
 
 /// What a stage on `device`, of this process, takes while it computes.
@@ -34,9 +35,9 @@ fn driver_threads(cores: usize) -> usize {
 /// The number of something of this host, the same in all its processes and on no other host.
 fn named(words: &[&str]) -> u64 {
     static HOST: OnceLock<String> = OnceLock::new();
-    // A host without this file shares with nobody but its own process.
-    let boot = || std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
-    let host = HOST.get_or_init(|| boot().unwrap_or_else(|_| format!("process {}", std::process::id())));
+    // What cannot be told from other hosts shares with nobody but its own process.
+    let unknown = || format!("process {}", std::process::id());
+    let host = HOST.get_or_init(|| Some(machine()).filter(|machine| !machine.is_empty()).unwrap_or_else(unknown));
     let mut hasher = blake3::Hasher::new();
     for word in std::iter::once(&host.as_str()).chain(words) {
         hasher.update(word.as_bytes()).update(&[0]);
