@@ -63,7 +63,7 @@ fn objects(mut programs: Vec<Command>) -> Vec<Value> {
     outputs.map(object).collect()
 }
 
-/// Tokens per second: decode at each level, and of the prompt.
+/// Tokens per second: decode at each level, and of the prompt; not a number where that is not known.
 #[derive(Clone, Debug, Default)]
 struct Rates {
     decode: Vec<f64>,
@@ -83,13 +83,13 @@ impl Rates {
         let mut rates = Rates::default();
         for level in LEVELS {
             let level_text = level.to_string();
-            let usual = ["--concurrency", &level_text, "--prompt-tokens", "32", "--gen-tokens", "32", "--reps", "3"];
+            let usual = ["--concurrency", &level_text, "--prompt-tokens", "32", "--gen-tokens", "24", "--reps", "2"];
             let trace = trace.filter(|_| level == TRACED).map(|path| ["--trace", path.to_str().expect("UTF-8")]);
             let found = bench(&[&usual[..], trace.as_ref().map_or(&[], |trace| &trace[..])].concat());
             rates.decode.push(together(&found, "/concurrency/0/decode_tokens_per_s/median"));
         }
         let prompt = PROMPT.to_string();
-        let found = bench(&["--prompt-tokens", &prompt, "--gen-tokens", "1", "--reps", "3", "--no-roofline"]);
+        let found = bench(&["--prompt-tokens", &prompt, "--gen-tokens", "1", "--reps", "2", "--no-roofline"]);
         rates.prefill = together(&found, "/prefill_tokens_per_s/median");
         rates
     }
@@ -101,7 +101,8 @@ impl Rates {
 
     fn row(&self, name: &str, digits: usize) -> String {
         let decode: String = self.decode.iter().map(|rate| format!("{rate:>9.digits$}")).collect();
-        format!("{name:<44}{decode}{:>12.digits$}", self.prefill)
+        let prefill = if self.prefill.is_nan() { String::new() } else { format!("{:>12.digits$}", self.prefill) };
+        format!("{name:<44}{decode}{prefill}")
     }
 
     fn json(&self) -> Value {
