@@ -182,12 +182,13 @@ fn round_trip() -> Option<Duration> {
     trips.get(TRIPS / 2).copied()
 }
 
-fn cores() -> usize {
+/// Cores that this process may use.
+pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Threads that Mesa's software driver computes with: as many as it is told, one where it is told to do without.
-fn driver_threads() -> usize {
+pub(crate) fn driver_threads() -> usize {
     let told = std::env::var("LP_NUM_THREADS").ok().and_then(|text| text.trim().parse::<usize>().ok());
     told.unwrap_or_else(cores).clamp(1, 1024)
 }

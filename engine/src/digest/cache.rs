@@ -1,12 +1,11 @@
 //! Digests that were worked out before, in a file of JSON that any number of programs may share.
 
-use std::fs::File;
-use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use super::{Digest, State};
+use crate::json_file;
 
 /// Version of the file's layout.
 const VERSION: u32 = 1;
@@ -70,26 +69,13 @@ impl Cache {
         }
     }
 
-    /// All of it or nothing: a name of its own first.
     fn write(&self, file: &Path) -> std::io::Result<()> {
-        let content = Content { version: VERSION, files: self.known.clone() };
-        if let Some(folder) = file.parent() {
-            std::fs::create_dir_all(folder)?;
-        }
-        let unfinished = file.with_extension(format!("{}.tmp", std::process::id()));
-        let mut to = File::create(&unfinished)?;
-        let written = to.write_all(&serde_json::to_vec(&content)?).and_then(|()| std::fs::rename(&unfinished, file));
-        if written.is_err() {
-            let _ = std::fs::remove_file(&unfinished);
-        }
-        written
+        json_file::write(file, &Content { version: VERSION, files: self.known.clone() })
     }
 }
 
 /// What a cache holds; nothing where it is not there, not whole, or not of this version.
 fn read(file: &Path) -> Vec<Entry> {
-    let mut bytes = Vec::new();
-    let all = File::open(file).and_then(|file| file.take(BYTES_MAX).read_to_end(&mut bytes));
-    let content = all.ok().and_then(|_| serde_json::from_slice::<Content>(&bytes).ok()).unwrap_or_default();
+    let content: Content = json_file::read(file, BYTES_MAX).unwrap_or_default();
     if content.version == VERSION { content.files } else { Vec::new() }
 }

@@ -3,33 +3,26 @@
 use std::sync::OnceLock;
 
 use super::Device;
-use crate::calibrate::machine;
+use crate::calibrate::{cores, driver_threads, machine};
 use crate::law::Use;
 
 /// What a stage on `device`, of this process, takes while it computes.
 pub(super) fn of(device: &Device) -> Vec<Use> {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
     match device {
         Device::Paced { .. } => Vec::new(),
         Device::Remote(device) => device.info().uses.clone(),
-        Device::Reference { .. } => vec![of_cores(1, cores)],
+        Device::Reference { .. } => vec![of_cores(1)],
         // All software devices of a process share its driver's threads.
         Device::Gpu { adapter, .. } if adapter.is_software() => {
             let pool = named(&[&std::process::id().to_string(), adapter.id()]);
-            vec![Use { what: pool, weight: 1.0, capacity: 1.0 }, of_cores(driver_threads(cores), cores)]
+            vec![Use { what: pool, weight: 1.0, capacity: 1.0 }, of_cores(driver_threads())]
         }
         Device::Gpu { adapter, .. } => vec![Use { what: named(&["card", adapter.id()]), weight: 1.0, capacity: 1.0 }],
     }
 }
 
-fn of_cores(threads: usize, cores: usize) -> Use {
-    Use { what: named(&["cores"]), weight: threads as f64, capacity: cores as f64 }
-}
-
-/// Threads of a software driver: as many as cores, unless Mesa is told otherwise.
-fn driver_threads(cores: usize) -> usize {
-    let told = std::env::var("LP_NUM_THREADS").ok().and_then(|threads| threads.parse().ok());
-    told.filter(|threads| *threads > 0).unwrap_or(cores).min(cores)
+fn of_cores(threads: usize) -> Use {
+    Use { what: named(&["cores"]), weight: threads as f64, capacity: cores() as f64 }
 }
 
 /// The number of something of this host, the same in all its processes and on no other host.
@@ -54,7 +47,7 @@ mod tests {
 
     #[test]
     fn stages_that_only_take_time_share_nothing_and_reference_stages_the_cores() {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = cores();
         let reference = of(&Device::Reference { profile: Profile::SOFTWARE });
         let paced = of(&Device::paced(Default::default(), Default::default(), Profile::SOFTWARE));
         let found = shares(std::iter::repeat_n(reference.as_slice(), cores + 1).chain([paced.as_slice()]));
