@@ -285,6 +285,9 @@ impl Recorder {
             let behind = ring.iter().rev().position(|span| span.step == step)?;
             let at = ring.len() - 1 - behind;
             spans.push(ring[at]);
+            if shares.is_empty() {
+                continue;
+            }
             // What overlaps with a step is at most as many steps away as there may be in the pipe.
             let near = at.saturating_sub(NEAR)..ring.len().min(at + NEAR);
             lines.push(ring.range(near).map(|span| (span.started, span.finished)).collect());
