@@ -11,7 +11,7 @@ mod share;
 use serde::{Deserialize, Serialize};
 
 pub use chunks::{best_chunks, chunks, prefill};
-pub use curve::{Curve, SIZES};
+pub use curve::{Curve, SIZES, padded};
 pub use fit::Fit;
 pub use share::{Share, Use, alone_seconds, shares};
 

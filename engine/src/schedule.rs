@@ -326,10 +326,7 @@ impl Scheduler {
     fn size_chunks(&mut self) {
         let left: usize = self.prefilling.iter().map(|choice| self.sequences[choice].left()).sum();
         let most = self.limits.batch_tokens;
-        let chunk = match self.fits.costs() {
-            Some(costs) => costs.first_chunk(left, most),
-            None => left.div_ceil(self.limits.stages),
-        };
+        let chunk = self.fits.first_chunk(left, most);
         self.chunk = chunk.clamp(PAGE.min(most), most);
     }
 

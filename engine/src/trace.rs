@@ -11,7 +11,7 @@ pub mod summary;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -225,6 +225,16 @@ impl Recorder {
         instant.saturating_duration_since(self.origin).as_nanos() as Nanos
     }
 
+    /// What this recorder's clock said at `instant`, negative before it began: added to times of a clock that began then,
+    /// it makes them times of this one.
+    pub fn ahead_of(&self, instant: Instant) -> i128 {
+        let nanos = |duration: Duration| duration.as_nanos() as i128;
+        match instant.checked_duration_since(self.origin) {
+            Some(after) => nanos(after),
+            None => -nanos(self.origin.duration_since(instant)),
+        }
+    }
+
     /// Which clock a stage's device is timed by; the host's unless told otherwise.
     pub fn timed_by(&self, stage: usize, timestamps: Timestamps) {
         locked(&self.stages[stage].2).timestamps = timestamps;
@@ -360,6 +370,13 @@ impl Recorder {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn clocks_that_began_earlier_or_later_are_told_apart() {
+        let recorder = Recorder::new([("a".to_owned(), (0, 1))]);
+        let (before, after) = (recorder.origin - Duration::from_millis(7), recorder.origin + Duration::from_millis(9));
+        assert_eq!([recorder.ahead_of(before), recorder.ahead_of(after)], [-7_000_000, 9_000_000]);
+    }
 
     #[test]
     fn a_step_is_told_once_all_stages_have_told_and_without_the_company_that_it_had() {

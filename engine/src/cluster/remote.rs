@@ -454,9 +454,10 @@ impl Shared {
             }
             ToHead::Spans(stage, spans) if is_ours(stage) => {
                 let alignment = locked(&self.alignment).clone();
-                let ahead = listener.recorder.at(self.origin);
+                let ahead = listener.recorder.ahead_of(self.origin);
                 for span in spans {
-                    listener.recorder.stage_done(stage, moved(span, |at| alignment.ours(at) + ahead));
+                    let ours = |at| (i128::from(alignment.ours(at)) + ahead).max(0) as Nanos;
+                    listener.recorder.stage_done(stage, moved(span, ours));
                 }
                 return;
             }

@@ -267,8 +267,7 @@ impl Session {
     /// What the stages did since the last time, and how they do.
     fn beat(&mut self) {
         let Some(running) = &self.running else { return };
-        let now = self.origin;
-        let ahead = running.recorder.at(now) as i128;
+        let ahead = running.recorder.ahead_of(self.origin);
         for task in &running.plan.tasks {
             let spans = running.recorder.take(task.spec.index);
             for some in spans.chunks(SPANS_MAX) {

@@ -3,14 +3,19 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Fit, StageCost};
+use crate::program::ops::FEW_TOKENS;
 
 /// Tokens of a micro-batch at which curves are known.
 pub const SIZES: [usize; 6] = [1, 2, 4, 8, 32, 128];
-/// Micro-batches of up to so many tokens decode, larger ones are chunks of prompts.
-const DECODE_MAX: usize = 8;
+
+/// Tokens that a micro-batch of `tokens` tokens takes as long as: kernels are for 1, 2, 4 and 8 tokens, or for many.
+pub fn padded(tokens: usize) -> usize {
+    if tokens <= FEW_TOKENS { tokens.next_power_of_two() } else { tokens }
+}
 
 /// What a stage, or a part of one, takes for micro-batches of any size: known at [`SIZES`], in between and beyond on
-/// straight lines. Kernels for few tokens and for many are different ones, which α + βb alone tells poorly.
+/// straight lines; up to 8 tokens at the next of these sizes, which kernels are made for. Kernels for few tokens and for
+/// many are different ones, which α + βb alone tells poorly.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Curve {
     /// Seconds at each of [`SIZES`], for tokens with nothing before them but each other.
@@ -55,12 +60,13 @@ impl Curve {
 
     /// Seconds for `tokens` tokens, each with `context` positions before the micro-batch.
     pub fn at(&self, tokens: usize, context: usize) -> f64 {
-        let position = if tokens <= DECODE_MAX { self.decode_position } else { self.prefill_position };
+        let position = if tokens <= FEW_TOKENS { self.decode_position } else { self.prefill_position };
         self.step(tokens) + position * tokens as f64 * context as f64
     }
 
     /// Seconds for `tokens` tokens at the beginning of a context.
     pub fn step(&self, tokens: usize) -> f64 {
+        let tokens = padded(tokens);
         let after = SIZES.iter().position(|size| *size >= tokens).unwrap_or(SIZES.len() - 1).max(1);
         let (x, y) = (SIZES[after - 1] as f64, SIZES[after] as f64);
         let (from, to) = (self.seconds[after - 1], self.seconds[after]);
@@ -69,6 +75,15 @@ impl Curve {
 
     /// α, β and a that fit the curve best.
     pub fn law(&self) -> StageCost {
+        self.fit().cost()
+    }
+
+    /// The same for micro-batches that decode.
+    pub fn decode_law(&self) -> StageCost {
+        self.fit().cost_of(1..=FEW_TOKENS)
+    }
+
+    fn fit(&self) -> Fit {
         let mut fit = Fit::default();
         for (size, seconds) in SIZES.into_iter().zip(self.seconds) {
             fit.add(size, (size * size) as f64, seconds);
@@ -76,7 +91,7 @@ impl Curve {
             let context = 1024;
             fit.add(size, (2 * context * size + size * size) as f64, self.at(size, context));
         }
-        fit.cost()
+        fit
     }
 }
 
@@ -88,7 +103,7 @@ mod tests {
     fn a_curve_of_a_law_is_that_law() {
         let law = StageCost { alpha: 0.004, beta: 3e-4, attention: 2e-8 };
         let curve = Curve::of(law);
-        for (tokens, context) in [(1, 0), (3, 100), (8, 4000), (20, 64), (128, 700), (400, 0)] {
+        for (tokens, context) in [(1, 0), (4, 100), (8, 4000), (20, 64), (128, 700), (400, 0)] {
             let wanted = law.seconds(tokens as f64, context as f64);
             assert!((curve.at(tokens, context) / wanted - 1.0).abs() < 0.03, "{tokens} behind {context}");
         }

@@ -1,5 +1,7 @@
 //! What a stage costs, learnt from what it took.
 
+use std::ops::RangeInclusive;
+
 use super::StageCost;
 
 /// Steps of a class of sizes that count; older ones fade.
@@ -8,6 +10,10 @@ const MEMORY: f64 = 64.0;
 const PRIOR: f64 = 1e-3;
 /// Tokens that are assumed to cost as much as reading the weights, as long as all steps are of one size.
 const PRIOR_TOKENS: f64 = 16.0;
+/// Classes of sizes: powers of two.
+const CLASSES: usize = 32;
+/// What a step counts that is one class away from those that are asked about.
+const AWAY: f64 = 0.25;
 /// Which of α, β, a may be other than 0, in the order in which equally good fits are taken.
 const SUBSETS: [[bool; 3]; 7] = [
     [true, true, false],
@@ -25,7 +31,7 @@ const SUBSETS: [[bool; 3]; 7] = [
 /// A faint prior, α = β · 16 tokens and a = 0, decides what the steps do not. None is ever negative.
 #[derive(Clone, Debug, Default)]
 pub struct Fit {
-    classes: [Sums; 32],
+    classes: [Sums; CLASSES],
     sizes: Option<(usize, usize)>,
 }
 
@@ -80,6 +86,9 @@ impl Sums {
 }
 
 impl Fit {
+    /// The shape of a cost of which nothing is known.
+    pub const GUESS: StageCost = StageCost { alpha: PRIOR_TOKENS, beta: 1.0, attention: 0.0 };
+
     /// A step of `tokens` tokens took `seconds`; `attended` is Σ(2Lx + x²) over its sequences. Steps without tokens or time
     /// tell nothing and are left out.
     pub fn add(&mut self, tokens: usize, attended: f64, seconds: f64) {
@@ -92,7 +101,7 @@ impl Fit {
             xx: std::array::from_fn(|i| std::array::from_fn(|j| w * x[i] * x[j])),
             xy: std::array::from_fn(|i| w * x[i] * seconds),
         };
-        let class = &mut self.classes[tokens.ilog2().min(31) as usize];
+        let class = &mut self.classes[tokens.ilog2().min(CLASSES as u32 - 1) as usize];
         *class = class.map(step, |old, new| old * (1.0 - 1.0 / MEMORY) + new);
         let (small, large) = self.sizes.unwrap_or((tokens, tokens));
         self.sizes = Some((small.min(tokens), large.max(tokens)));
@@ -105,7 +114,21 @@ impl Fit {
 
     /// The cost that fits best; all zero before the first step.
     pub fn cost(&self) -> StageCost {
-        let mut s = self.classes.iter().fold(Sums::default(), |sum, class| sum.map(*class, |a, b| a + b));
+        self.cost_of(1..=usize::MAX)
+    }
+
+    /// The cost that best fits steps of so many tokens. Kernels for few tokens and for many are different ones, and one
+    /// line through both fits neither; so other steps count less, the further away the less, and decide only what
+    /// these do not.
+    pub fn cost_of(&self, tokens: RangeInclusive<usize>) -> StageCost {
+        let class = |tokens: usize| tokens.max(1).ilog2().min(CLASSES as u32 - 1) as usize;
+        let (first, last) = (class(*tokens.start()), class(*tokens.end()));
+        let add = |sum: Sums, (at, class): (usize, &Sums)| {
+            let away = first.saturating_sub(at) + at.saturating_sub(last);
+            let weight = AWAY.powi(away as i32);
+            sum.map(*class, |a, b| a + weight * b)
+        };
+        let mut s = self.classes.iter().enumerate().fold(Sums::default(), add);
         if s.count == 0.0 {
             return StageCost::default();
         }

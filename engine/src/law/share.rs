@@ -30,6 +30,18 @@ impl Share {
         self.stages.iter().map(|(stage, weight)| weight * seconds(*stage)).sum::<f64>() / self.capacity
     }
 
+    /// How many of the stages can compute at once without being in each other's way, at least one; those that take least.
+    pub fn at_full_speed(&self) -> usize {
+        let mut weights: Vec<f64> = self.stages.iter().map(|(_, weight)| *weight).collect();
+        weights.sort_by(f64::total_cmp);
+        let mut left = self.capacity * (1.0 + 1e-9);
+        let fits = |weight: &&f64| {
+            left -= **weight;
+            left >= 0.0
+        };
+        weights.iter().take_while(fits).count().max(1)
+    }
+
     /// How many times longer everything takes while the stages compute for which `busy`.
     fn slowdown(&self, busy: impl Fn(usize) -> bool) -> f64 {
         let taken: f64 = self.stages.iter().filter(|(stage, _)| busy(*stage)).map(|(_, weight)| weight).sum();

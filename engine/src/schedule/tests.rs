@@ -199,13 +199,15 @@ fn prompts_ride_along_under_the_budget() {
     answer(&mut scheduler, 1);
     scheduler.submit(job(100), 0).unwrap();
     let mixed = sent(&mut scheduler);
-    // Two stages, so two chunks of 50 tokens at first; one token less beside the one that decodes.
-    assert_eq!((mixed.decode_tokens, mixed.prefill_tokens, mixed.parts.len()), (1, 49, 2));
+    // Three chunks of 33 tokens, by the guess at the cost; one token less beside the one that decodes.
+    assert_eq!((mixed.decode_tokens, mixed.prefill_tokens, mixed.parts.len()), (1, 32, 2));
     assert!(mixed.parts[0].draws && !mixed.parts[1].draws);
-    // One token would be left over: it goes along.
+    let second = sent(&mut scheduler);
+    assert_eq!((second.decode_tokens, second.prefill_tokens), (0, 33));
+    answer(&mut scheduler, 1);
+    // Two tokens would be left over: they go along.
     let rest = sent(&mut scheduler);
-    assert_eq!((rest.decode_tokens, rest.prefill_tokens), (0, 51));
-    assert!(rest.parts[0].draws);
+    assert_eq!((rest.prefill_tokens, rest.parts.iter().all(|part| part.draws)), (35, true));
 }
 
 #[test]

@@ -225,13 +225,13 @@ fn the_grid() {
 fn t12_chunks_do_not_wait_for_sampling() {
     let mut pipe = Pipe::of(vec![stage(0.01, 1e-4); 4]);
     pipe.sampling = 5.0;
-    let mut load = Load::new(Limits { batch_tokens: 64, ..limits(4, 4) }, same(1, 640, 1), 100);
+    let mut load = Load::new(Limits { batch_tokens: 32, ..limits(4, 4) }, same(1, 640, 1), 100);
     let (trace, end) = run(&pipe, &mut load, &mut Nothing, Nanos::MAX).expect("no deadlock");
     let chunks: Vec<_> = trace.head.iter().filter(|span| span.prefill_tokens > 0).collect();
-    assert_eq!(chunks.len(), 10);
-    let slots = 10.0 + 4.0 - 1.0;
-    let seconds = (chunks[9].answered - chunks[0].sent) as f64 / SECOND;
-    assert!((seconds - slots * (0.01 + 64.0 * 1e-4)).abs() < 1e-6, "{seconds}");
+    assert_eq!(chunks.len(), 20);
+    let slots = 20.0 + 4.0 - 1.0;
+    let seconds = (chunks[19].answered - chunks[0].sent) as f64 / SECOND;
+    assert!((seconds - slots * (0.01 + 32.0 * 1e-4)).abs() < 1e-6, "{seconds}");
     assert!((end as f64 / SECOND - (seconds + pipe.sampling)).abs() < 1e-6);
 }
 

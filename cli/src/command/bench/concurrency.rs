@@ -250,7 +250,7 @@ impl Level {
             let stages = costs.at_context();
             let ring = costs.ring(&stages);
             let b = at_once as f64 / groups as f64;
-            (at_once as f64 / ring.round_of(at_once, groups), ring.efficiency(groups as f64, b))
+            (at_once as f64 / costs.round(at_once, groups), ring.efficiency(groups as f64, b))
         });
         Level {
             concurrency,
