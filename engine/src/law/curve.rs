@@ -107,6 +107,7 @@ mod tests {
             let wanted = law.seconds(tokens as f64, context as f64);
             assert!((curve.at(tokens, context) / wanted - 1.0).abs() < 0.03, "{tokens} behind {context}");
         }
+        assert_eq!(curve.step(3), curve.step(4), "kernels are made for four");
         let found = curve.law();
         assert!((found.alpha / law.alpha - 1.0).abs() < 0.02 && (found.beta / law.beta - 1.0).abs() < 0.02);
     }

@@ -98,7 +98,7 @@ pub fn expected(problem: &Problem, stages: &[Stage], load: &Load) -> Prediction 
     let hops = stages.windows(2).map(|pair| problem.hop(Some(pair[0].device), Some(pair[1].device)).seconds(1.0));
     let costs = Costs {
         stages: stages.iter().map(|stage| problem.curve(stage).decode_law()).collect(),
-        prompts: stages.iter().map(|stage| problem.curve(stage).law()).collect(),
+        prompts: Vec::new(),
         shares: shares(problem, stages),
         attended: attended(load.context(), 1),
         overhead: hops.sum::<f64>() + problem.sampling,
