@@ -1,7 +1,9 @@
 //! The head of a pipeline: owns the requests, feeds the pipe as the scheduler says, draws tokens, and makes text.
 
+mod probe;
 mod request;
 mod score;
+pub mod service;
 mod stop;
 mod text;
 
@@ -113,6 +115,8 @@ struct InFlight {
     sent: Nanos,
     /// Seconds that the head took to form it.
     forming: f64,
+    /// Computes nothing, and is none of the scheduler's.
+    is_probe: bool,
 }
 
 /// Drives a pipeline.
@@ -129,6 +133,7 @@ pub struct Head {
     accounted: Nanos,
     /// Why the pipeline answers no more.
     down: Option<String>,
+    crossings: probe::Crossings,
 }
 
 impl Head {
@@ -159,6 +164,7 @@ impl Head {
             unmeasured: VecDeque::new(),
             accounted: 0,
             down: None,
+            crossings: probe::Crossings::default(),
         }
     }
 
@@ -177,6 +183,11 @@ impl Head {
     /// Where the scheduler stands.
     pub fn status(&self) -> Status {
         self.scheduler.status()
+    }
+
+    /// Requests whose answers are not all complete.
+    pub fn running(&self) -> usize {
+        self.running.len()
     }
 
     /// The scheduler.
@@ -249,6 +260,7 @@ impl Head {
     fn give_up_all(&mut self) {
         if self.pipeline.in_flight() > 0 {
             self.pipeline.abandon();
+            self.crossings.lost(self.in_flight.iter().any(|flight| flight.is_probe));
             self.in_flight.clear();
             self.scheduler.restart();
         }
@@ -321,12 +333,15 @@ impl Head {
     /// Sends micro-batches until the scheduler has no more; says what the head waits for then, if for anything.
     fn fill(&mut self) -> Result<Option<HeadState>, HeadError> {
         loop {
+            if self.must_wait_for_probe()? {
+                return Ok(Some(HeadState::Waiting));
+            }
             let formed = self.recorder.now();
             match self.scheduler.next(formed) {
                 Next::Send(batch) => self.send(&batch, formed)?,
                 Next::Wait { for_pages: true } => return Ok(Some(HeadState::KvWait)),
                 Next::Wait { for_pages: false } => return Ok(Some(HeadState::Waiting)),
-                Next::Idle => return Ok(None),
+                Next::Idle => return Ok((self.pipeline.in_flight() > 0).then_some(HeadState::Idle)),
             }
         }
     }
@@ -379,6 +394,7 @@ impl Head {
             prefilled,
             sent,
             forming: (sent - formed) as f64 * 1e-9,
+            is_probe: false,
         });
         if !step.ids.is_empty() {
             self.recorder.sent(HeadSpan {
@@ -399,6 +415,10 @@ impl Head {
     fn answered(&mut self, outputs: Outputs, at: Nanos, say: &mut dyn FnMut(Event)) -> Result<Option<u64>, HeadError> {
         let begun = Instant::now();
         let flight = self.in_flight.pop_front().expect("the pipe answers what was sent");
+        self.crossings.answered(flight.is_probe);
+        if flight.is_probe {
+            return Ok(None);
+        }
         for (request, done) in flight.prefilled {
             if let Some(running) = self.running.get_mut(&request)
                 && done > running.prefilled
@@ -477,7 +497,9 @@ impl Head {
         state.first.get_or_insert(now);
         state.last = Some(now);
         state.ids.push(id);
-        state.tokens.push(token(id, output, request.sampling.candidates));
+        let token = token(id, output, request.sampling.candidates);
+        say(Event::Token { choice, token: token.clone() });
+        state.tokens.push(token);
         let ends = request.stop_at_eos && self.tokenizer.eos_ids().contains(&id);
         let (text, stopped) = if ends { (String::new(), false) } else { state.text.push(id) };
         if !text.is_empty() {

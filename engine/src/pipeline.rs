@@ -47,8 +47,10 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const SILENT_TIMES: u32 = 4;
 /// How long stages elsewhere may take to tell what they did.
 const SETTLE: Duration = Duration::from_secs(1);
-/// How often a waiting head looks for failures and cancellation.
+/// How long the cause of a failure may be behind its first consequence.
 const LOOK: Duration = Duration::from_millis(20);
+/// How often a waiting head looks for failures and cancellation, and whoever drives it for what else is asked.
+const GLANCE: Duration = Duration::from_millis(2);
 
 /// Where a failed stage was.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -115,6 +117,19 @@ impl PipelineError {
     /// The user wanted it to end.
     pub fn is_cancelled(&self) -> bool {
         matches!(self, PipelineError::Cancelled)
+    }
+
+    /// The stage that it is about, where it is about one.
+    pub fn stage(&self) -> Option<&StageName> {
+        match self {
+            PipelineError::Layout { stage, .. }
+            | PipelineError::Load { stage, .. }
+            | PipelineError::Stage { stage, .. }
+            | PipelineError::Thread { stage, .. }
+            | PipelineError::Wedged { stage, .. }
+            | PipelineError::Silent { stage, .. } => Some(stage),
+            _ => None,
+        }
     }
 
     /// The device had no room.
@@ -340,7 +355,7 @@ impl Pipeline {
     ) -> Result<Option<(Outputs, Instant)>, PipelineError> {
         let until = Instant::now() + patience;
         loop {
-            match self.from_tail.receive(LOOK.min(until.saturating_duration_since(Instant::now()))) {
+            match self.from_tail.receive(GLANCE.min(until.saturating_duration_since(Instant::now()))) {
                 Ok(arrival) if arrival.frame.header.epoch != self.epoch() => {}
                 Ok(Arrival { frame, at }) => {
                     self.heard = Instant::now();
@@ -414,10 +429,27 @@ impl Pipeline {
         if self.in_flight.is_empty() || computing || waited <= SILENT_TIMES * self.patience {
             return Ok(());
         }
-        // Nobody works on it: it was lost on the hop to the first stage that has had fewer than the one before.
-        let begun = self.counters.iter().map(|counters| counters.progress().0);
-        let first = begun.enumerate().min_by_key(|(_, begun)| *begun).map_or(0, |(index, _)| index);
-        Err(PipelineError::Silent { stage: self.stages[first].clone(), seconds: waited.as_secs() })
+        Err(PipelineError::Silent { stage: self.holding().clone(), seconds: waited.as_secs() })
+    }
+
+    /// The stage that has, or should have, the oldest micro-batch in flight: the last one that computes; where none does,
+    /// it was lost on the hop to the first stage that has had fewer than the one before.
+    pub fn holding(&self) -> &StageName {
+        let progress = || self.counters.iter().map(|counters| counters.progress()).enumerate();
+        let computing = progress().filter(|(_, (begun, done))| begun > done).map(|(index, _)| index).last();
+        let behind = || progress().min_by_key(|(_, (begun, _))| *begun).map_or(0, |(index, _)| index);
+        &self.stages[computing.unwrap_or_else(behind)]
+    }
+
+    /// Looks whether a stage has failed while nothing was asked of it.
+    ///
+    /// # Errors
+    /// [`PipelineError::Stage`].
+    pub fn check(&self) -> Result<(), PipelineError> {
+        match self.events.try_recv() {
+            Ok(Event::Failed(stage, error)) => Err(self.failure(stage, error)),
+            _ => Ok(()),
+        }
     }
 
     fn why_closed(&self) -> PipelineError {

@@ -170,6 +170,14 @@ impl<T> Ring<T> {
     }
 }
 
+impl<T: Copy> Ring<T> {
+    /// The newest items, back to the last one that is not wanted.
+    fn latest(&self, wanted: impl Fn(&T) -> bool) -> Vec<T> {
+        let count = self.items.iter().rev().take_while(|item| wanted(item)).count();
+        self.items.range(self.items.len() - count..).copied().collect()
+    }
+}
+
 impl<T> Default for Ring<T> {
     fn default() -> Ring<T> {
         Ring { items: VecDeque::new(), dropped: 0 }
@@ -349,19 +357,24 @@ impl Recorder {
 
     /// What is remembered now.
     pub fn snapshot(&self) -> Trace {
+        self.since(0)
+    }
+
+    /// What is remembered now of what was not over at `from`.
+    pub fn since(&self, from: Nanos) -> Trace {
         let mut dropped = 0;
         let stages = self.stages.iter().map(|(device, layers, ring)| {
             let StageSpans { timestamps, ring, .. } = &*locked(ring);
             dropped += ring.dropped;
-            let (device, spans) = (device.clone(), ring.items.iter().copied().collect());
+            let (device, spans) = (device.clone(), ring.latest(|span| span.sent >= from));
             StageTrace { device, layers: *layers, timestamps: *timestamps, spans }
         });
         let stages = stages.collect();
         let head = locked(&self.head);
         Trace {
             stages,
-            head: head.items.iter().copied().collect(),
-            states: locked(&self.states).items.iter().copied().collect(),
+            head: head.latest(|span| span.sampled == 0 || span.sampled >= from),
+            states: locked(&self.states).latest(|state| state.to >= from),
             dropped: dropped + head.dropped,
         }
     }

@@ -72,7 +72,7 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
                 cancel::flag().store(true, Ordering::Relaxed);
             }
         }
-        Event::Done { .. } => {}
+        Event::Token { .. } | Event::Done { .. } => {}
     });
     prefill.finish();
     let mut answer = answer?;

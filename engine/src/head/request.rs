@@ -103,6 +103,13 @@ pub enum Event {
         /// Tokens in all.
         total: usize,
     },
+    /// The next token of an answer. Its text follows as soon as that is certain, which may be with a later token.
+    Token {
+        /// Whose.
+        choice: Choice,
+        /// The token.
+        token: Token,
+    },
     /// More text of an answer; never half a character.
     Text {
         /// Whose.
