@@ -2,6 +2,7 @@
 
 mod cluster;
 mod network;
+mod serve;
 
 use std::path::PathBuf;
 
@@ -10,6 +11,7 @@ use serde::Deserialize;
 
 pub use cluster::{AddArgs, ClusterArgs, ClusterVerb, DrainArgs, InitArgs, RemoveArgs, StatusArgs, WorkerArgs};
 pub use network::{DoctorArgs, NetBenchArgs, NetBenchEndArgs, NetworkArg, TransportArg};
+pub use serve::{LogFormat, ServeArgs};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -81,6 +83,8 @@ pub enum Verb {
     Bench(BenchArgs),
     /// Answer a file of requests, many at a time; goes on where it was interrupted
     Batch(BatchArgs),
+    /// Answer many clients over HTTP, with OpenAI's API
+    Serve(ServeArgs),
     /// A pipeline in virtual time: what a load would get out of stages and hops of given costs
     Sim(SimArgs),
     /// Where a pipeline's time went: who was busy when, why the others were not, and what to do about it

@@ -11,6 +11,7 @@ mod perplexity;
 mod plan;
 mod pull;
 mod run;
+mod serve;
 mod sim;
 mod trace;
 mod worker;
@@ -52,6 +53,7 @@ pub fn run(cli: Cli) -> Result<ExitCode> {
         Some(Verb::Perplexity(args)) => perplexity::run(&args),
         Some(Verb::Bench(args)) => bench::run(&args),
         Some(Verb::Batch(args)) => batch::run(&args),
+        Some(Verb::Serve(args)) => serve::run(&args),
         Some(Verb::Sim(args)) => sim::run(&args),
         Some(Verb::Trace(args)) => trace::run(&args),
         Some(Verb::Worker(args)) => worker::run(&args),

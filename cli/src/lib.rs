@@ -3,6 +3,7 @@
 //! [`args`] is what was typed; [`settings`], [`models`] and [`plan`] make of it what the program needs; [`command`]
 //! does it; [`output`] prints it. The engine sees none of these.
 
+mod api;
 mod args;
 mod cancel;
 mod cluster;
@@ -33,7 +34,6 @@ use errors::Exit;
 /// Runs the program with the arguments of the process.
 pub fn main() -> ExitCode {
     silence_mesa();
-    logging::install();
     let cli = match parse() {
         Ok(cli) => cli,
         Err(error) if error.use_stderr() => {
@@ -46,6 +46,7 @@ pub fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
     };
+    logging::install(&cli);
     cancel::install();
     match command::run(cli) {
         Ok(exit) => exit,

@@ -1,21 +1,25 @@
-//! Log lines of the libraries, to stderr.
+//! Log lines of the libraries and of the server, to stderr.
 
 use std::io;
 
 use tracing_subscriber::EnvFilter;
 
-/// Begins to log what `$PP_LOG` says: warnings and errors unless told otherwise.
-pub fn install() {
-    let quiet = "warn,wgpu_hal=error,wgpu_core=error";
+use crate::args::{Cli, LogFormat, Verb};
+
+/// Begins to log what `$PP_LOG` says: warnings and errors unless told otherwise; of a server also what it was asked.
+pub fn install(cli: &Cli) {
+    let (quiet, format) = match &cli.verb {
+        Some(Verb::Serve(args)) => ("warn,pp_cli::api=info,wgpu_hal=error,wgpu_core=error", args.log_format),
+        _ => ("warn,wgpu_hal=error,wgpu_core=error", LogFormat::Text),
+    };
     let filter = match std::env::var("PP_LOG") {
         Ok(filter) if !filter.is_empty() => EnvFilter::try_new(&filter).unwrap_or_else(|_| EnvFilter::new(quiet)),
         _ => EnvFilter::new(quiet),
     };
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
     // Fails only where a logger was installed before, as in tests.
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_target(false)
-        .without_time()
-        .try_init();
+    let _ = match format {
+        LogFormat::Json => builder.json().flatten_event(true).with_current_span(false).with_span_list(false).try_init(),
+        LogFormat::Text => builder.with_target(false).without_time().try_init(),
+    };
 }

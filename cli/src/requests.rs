@@ -1,5 +1,8 @@
 //! Requests as JSON, one a line, with the names of OpenAI's API; what `batch` answers and `bench` replays.
 
+pub mod choosing;
+pub mod messages;
+
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -12,14 +15,15 @@ use pp_engine::sampler::Sampling;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Map, Value};
+use utoipa::ToSchema;
 
 use crate::errors::usage;
 use crate::prompts::Prompts;
+use choosing::{Choosing, Invalid};
+use messages::ChatMessage;
 
 /// Bytes of a line at most.
 const LINE_BYTES_MAX: usize = 32 << 20;
-/// Tokens that a bias may be given for.
-const BIASES_MAX: usize = 4096;
 
 /// A request.
 #[derive(Debug, Default, Deserialize)]
@@ -87,13 +91,6 @@ pub struct Defaults {
     pub stop: Vec<String>,
 }
 
-/// One message of a conversation.
-#[derive(Debug, Deserialize)]
-pub struct ChatMessage {
-    role: String,
-    content: String,
-}
-
 /// `logprobs`
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
@@ -105,13 +102,23 @@ pub enum Logprobs {
 }
 
 /// `stop`
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[serde(untagged, expecting = "expected a string or an array of strings")]
 pub enum Stop {
     /// One text.
     One(String),
     /// Several.
     Several(Vec<String>),
+}
+
+impl Stop {
+    /// The texts.
+    pub fn texts(&self) -> Vec<String> {
+        match self {
+            Stop::One(text) => vec![text.clone()],
+            Stop::Several(texts) => texts.clone(),
+        }
+    }
 }
 
 impl RequestLine {
@@ -124,9 +131,12 @@ impl RequestLine {
     }
 
     /// The conversation, if it is one.
-    pub fn conversation(&self) -> Option<Vec<Message>> {
-        let messages = self.messages.as_ref()?;
-        Some(messages.iter().map(|m| Message::new(m.role.clone(), m.content.clone())).collect())
+    ///
+    /// # Errors
+    /// Names the message that cannot be put to a model.
+    pub fn conversation(&self) -> Result<Option<Vec<Message>>, String> {
+        let messages = self.messages.as_deref().map(|messages| messages::conversation(messages, "messages"));
+        messages.transpose().map_err(|invalid| invalid.to_string())
     }
 
     /// The ids of what is to be answered or continued.
@@ -134,7 +144,7 @@ impl RequestLine {
     /// # Errors
     /// When there is not one prompt, or tokenizer or template refuse it.
     pub fn ids(&self, prompts: &Prompts) -> Result<Vec<u32>, String> {
-        let ids = match (&self.prompt, self.conversation()) {
+        let ids = match (&self.prompt, self.conversation()?) {
             (Some(prompt), None) if self.raw => prompts.raw(prompt),
             (Some(prompt), None) => prompts.chat(&[Message::new("user", prompt.clone())], &self.template_args),
             (None, Some(messages)) if !self.raw => prompts.chat(&messages, &self.template_args),
@@ -163,11 +173,7 @@ impl RequestLine {
 
     /// Texts that end an answer.
     pub fn stop_texts(&self) -> Vec<String> {
-        match &self.stop {
-            None => Vec::new(),
-            Some(Stop::One(text)) => vec![text.clone()],
-            Some(Stop::Several(texts)) => texts.clone(),
-        }
+        self.stop.as_ref().map_or(Vec::new(), Stop::texts)
     }
 
     /// Candidates wanted with each token; none without log-probabilities.
@@ -184,44 +190,22 @@ impl RequestLine {
     /// # Errors
     /// Names the field that is out of range.
     pub fn sampling(&self, defaults: &Sampling, vocab: usize) -> Result<Sampling, String> {
-        let mut logit_bias = Vec::with_capacity(self.logit_bias.len().min(BIASES_MAX));
-        if self.logit_bias.len() > BIASES_MAX {
-            return Err(format!("logit_bias names {} tokens, at most {BIASES_MAX} may be", self.logit_bias.len()));
-        }
-        for (id, bias) in &self.logit_bias {
-            let token = id.parse::<u32>().ok().filter(|token| (*token as usize) < vocab);
-            let token = token.ok_or_else(|| format!("logit_bias: {id:?} is no token id below {vocab}"))?;
-            let bias = bias.as_f64().filter(|bias| bias.is_finite());
-            let bias = bias.ok_or_else(|| format!("logit_bias of token {token} is not a number"))?;
-            logit_bias.push((token, bias as f32));
-        }
-        logit_bias.sort_by_key(|(token, _)| *token);
-        logit_bias.dedup_by_key(|(token, _)| *token);
-        let sampling = Sampling {
-            temperature: self.temperature.unwrap_or(defaults.temperature),
-            top_k: self.top_k.unwrap_or(defaults.top_k),
-            top_p: self.top_p.unwrap_or(defaults.top_p),
-            min_p: self.min_p.unwrap_or(defaults.min_p),
-            logit_bias,
-            repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
-            presence_penalty: self.presence_penalty.unwrap_or(defaults.presence_penalty),
-            frequency_penalty: self.frequency_penalty.unwrap_or(defaults.frequency_penalty),
-            seed: self.seed.unwrap_or(defaults.seed),
+        let choosing = Choosing {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            repetition_penalty: self.repetition_penalty,
+            logit_bias: Some(&self.logit_bias),
+            seed: self.seed,
             candidates: self.candidates().unwrap_or(0),
         };
-        let s = &sampling;
-        let finite =
-            |name: &str, value: f32| if value.is_finite() { Ok(()) } else { Err(format!("{name} is not a number")) };
+        let sampling = choosing.sampling(defaults, vocab).map_err(|invalid| invalid.to_string())?;
         let range = |name: &str, ok: bool, expected: &str| {
-            if ok { Ok(()) } else { Err(format!("{name}: expected {expected}")) }
+            Invalid::unless(ok, name, expected).map_err(|invalid| invalid.to_string())
         };
-        finite("presence_penalty", s.presence_penalty)?;
-        finite("frequency_penalty", s.frequency_penalty)?;
-        range("temperature", s.temperature.is_finite() && s.temperature >= 0.0, "0 or more")?;
-        range("top_p", s.top_p > 0.0 && s.top_p <= 1.0, "more than 0 and at most 1")?;
-        range("min_p", (0.0..=1.0).contains(&s.min_p), "0 to 1")?;
-        range("repetition_penalty", s.repetition_penalty.is_finite() && s.repetition_penalty > 0.0, "more than 0")?;
-        range("logprobs", s.candidates <= 64, "0 to 64")?;
         range("n", self.n != Some(0), "at least 1")?;
         range("max_tokens", self.max_tokens != Some(0), "at least 1")?;
         range("stop", !self.stop_texts().iter().any(String::is_empty), "texts that are not empty")?;
@@ -320,7 +304,7 @@ mod tests {
         assert_eq!((sampling.temperature, sampling.top_k, sampling.candidates), (0.5, 3, 2));
         assert_eq!(sampling.logit_bias, [(3, 2.5), (9, -100.0)]);
         assert_eq!((request.max_tokens, request.n, request.stop_texts()), (Some(5), Some(2), vec!["x".to_owned()]));
-        assert_eq!(request.conversation().unwrap().len(), 1);
+        assert_eq!(request.conversation().unwrap().unwrap().len(), 1);
     }
 
     #[test]

@@ -12,9 +12,7 @@ use serde_json::{Map, Value};
 
 use crate::args::{ActivationsArg, KvArg, PipelineArgs, ProfileArg, PromptArgs, SamplingArgs, WireArg};
 use crate::errors::usage;
-
-/// Most candidates that the last stage returns with a token.
-const LOGPROBS_MAX: u32 = 64;
+use crate::requests::choosing::{self, LOGPROBS_MAX};
 
 /// Sequences at once, at most, where many requests come and nothing was typed.
 pub const SEQUENCES: usize = 16;
@@ -252,18 +250,11 @@ pub fn sampling(args: &SamplingArgs, declared: &GenerationDefaults, seed: u64, c
         seed: args.seed.unwrap_or(seed),
         candidates,
     };
-    let check = |name: &str, value: f32, ok: bool, expected: &str| {
-        if ok { Ok(()) } else { Err(usage(format!("{name} {value}: expected {expected}"))) }
-    };
-    let s = &sampling;
-    let finite = f32::is_finite;
-    check("--temperature", s.temperature, finite(s.temperature) && s.temperature >= 0.0, "0 or more")?;
-    check("--top-p", s.top_p, s.top_p > 0.0 && s.top_p <= 1.0, "more than 0 and at most 1")?;
-    check("--min-p", s.min_p, (0.0..=1.0).contains(&s.min_p), "0 to 1")?;
-    let penalty = s.repetition_penalty;
-    check("--repeat-penalty", penalty, finite(penalty) && penalty > 0.0, "more than 0")?;
-    check("--presence-penalty", s.presence_penalty, finite(s.presence_penalty), "a number")?;
-    check("--frequency-penalty", s.frequency_penalty, finite(s.frequency_penalty), "a number")?;
+    choosing::check(&sampling).map_err(|range| {
+        // The option that goes by another name than the field.
+        let name = range.name.replace("repetition", "repeat").replace('_', "-");
+        usage(format!("--{name} {}: expected {}", range.value, range.expected))
+    })?;
     if args.max_tokens == 0 {
         return Err(usage("--max-tokens 0: expected at least 1"));
     }

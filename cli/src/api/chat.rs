@@ -1,0 +1,357 @@
+//! `/v1/chat/completions`
+
+use axum::Json;
+use axum::extract::{Extension, State};
+use axum::response::{IntoResponse, Response};
+use pp_engine::head::Answer;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use utoipa::ToSchema;
+
+use super::answers::{Asked, Usage, Wanted};
+use super::body::JsonBody;
+use super::errors::{ApiError, ErrorBody};
+use super::logprobs::{ChatLogprobs, Placed, Waiting};
+use super::stream::{self, Chunks, json};
+use super::{Name, Shared};
+use crate::requests::Stop;
+use crate::requests::choosing::{Choosing, Invalid};
+use crate::requests::messages::{ChatMessage, conversation};
+
+/// Candidates of a token with their log-probabilities, at most.
+const TOP_LOGPROBS_MAX: u32 = 20;
+
+/// What is asked. Fields that OpenAI's API does not have are marked so.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ChatRequest {
+    /// The model; the one that is served unless said otherwise.
+    pub model: Option<String>,
+    /// The conversation to go on with.
+    pub messages: Vec<ChatMessage>,
+    /// The older name of `max_completion_tokens`.
+    #[schema(minimum = 1)]
+    pub max_tokens: Option<usize>,
+    /// Tokens of an answer at most; as many as the context holds unless said otherwise.
+    #[schema(minimum = 1)]
+    pub max_completion_tokens: Option<usize>,
+    /// Randomness: 0 always takes the likeliest token.
+    #[schema(minimum = 0)]
+    pub temperature: Option<f32>,
+    /// Choose among the likeliest tokens that together reach this probability.
+    #[schema(exclusive_minimum = 0, maximum = 1)]
+    pub top_p: Option<f32>,
+    /// Ours: choose among so many of the likeliest tokens; 0 is all.
+    pub top_k: Option<u32>,
+    /// Ours: drop tokens less likely than so many times the likeliest.
+    #[schema(minimum = 0, maximum = 1)]
+    pub min_p: Option<f32>,
+    /// Subtracted once from the logits of tokens already answered.
+    pub presence_penalty: Option<f32>,
+    /// Subtracted from the logits of tokens already answered, for each time.
+    pub frequency_penalty: Option<f32>,
+    /// Ours: divides the logits of tokens already seen.
+    #[schema(exclusive_minimum = 0)]
+    pub repetition_penalty: Option<f32>,
+    /// Added to the logits of tokens, by id.
+    #[schema(value_type = Option<std::collections::HashMap<String, f32>>)]
+    pub logit_bias: Option<Map<String, Value>>,
+    /// Start of the random numbers: the same seed gives the same answer.
+    pub seed: Option<i64>,
+    /// Answers wanted.
+    #[schema(minimum = 1)]
+    pub n: Option<u32>,
+    /// Texts that end an answer, at most 16.
+    pub stop: Option<Stop>,
+    /// Whether the answer is sent as it comes, in server-sent events.
+    pub stream: Option<bool>,
+    /// How it is streamed.
+    pub stream_options: Option<StreamOptions>,
+    /// Whether tokens are told with their log-probabilities.
+    pub logprobs: Option<bool>,
+    /// With `logprobs`: how many of the likeliest tokens in each place.
+    #[schema(maximum = 20)]
+    pub top_logprobs: Option<u32>,
+    /// Ours, as elsewhere: more variables for the chat template, such as `enable_thinking`.
+    #[schema(value_type = Option<Object>)]
+    pub chat_template_kwargs: Option<Map<String, Value>>,
+    /// Not supported yet, unless it is of type `text`.
+    #[schema(value_type = Option<Object>)]
+    pub response_format: Option<Value>,
+    /// Not supported yet.
+    #[schema(value_type = Option<Object>)]
+    pub tools: Option<Value>,
+    /// Not supported yet.
+    #[schema(value_type = Option<Object>)]
+    pub tool_choice: Option<Value>,
+    /// Only `["text"]`.
+    pub modalities: Option<Vec<String>>,
+    /// Not supported.
+    #[schema(value_type = Option<Object>)]
+    pub audio: Option<Value>,
+    /// Not supported.
+    #[schema(value_type = Option<Object>)]
+    pub prediction: Option<Value>,
+    /// Not supported.
+    #[schema(value_type = Option<Object>)]
+    pub web_search_options: Option<Value>,
+    /// Taken and not used, as the fields below.
+    pub user: Option<Value>,
+    pub metadata: Option<Value>,
+    pub store: Option<Value>,
+    pub service_tier: Option<Value>,
+    pub safety_identifier: Option<Value>,
+    pub prompt_cache_key: Option<Value>,
+    pub parallel_tool_calls: Option<Value>,
+}
+
+/// `stream_options`
+#[derive(Clone, Copy, Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StreamOptions {
+    /// Whether the usage is told at the end.
+    pub include_usage: Option<bool>,
+    /// Taken and not used: chunks are not padded.
+    pub include_obfuscation: Option<bool>,
+}
+
+impl ChatRequest {
+    /// What is known and not supported.
+    fn check_unsupported(&self) -> Result<(), ApiError> {
+        let is_text = |format: &Value| format.get("type").and_then(Value::as_str) == Some("text");
+        let fields = [
+            ("response_format", self.response_format.as_ref().filter(|format| !is_text(format))),
+            ("tools", self.tools.as_ref().filter(|tools| tools.as_array().is_none_or(|tools| !tools.is_empty()))),
+            ("tool_choice", self.tool_choice.as_ref().filter(|choice| choice.as_str() != Some("none"))),
+            ("audio", self.audio.as_ref()),
+            ("prediction", self.prediction.as_ref()),
+            ("web_search_options", self.web_search_options.as_ref()),
+        ];
+        if let Some((field, _)) = fields.iter().find(|(_, value)| value.is_some()) {
+            return Err(ApiError::unsupported(*field, format!("{field} is not supported by this server")));
+        }
+        if self.modalities.as_ref().is_some_and(|modalities| modalities.iter().any(|modality| modality != "text")) {
+            return Err(ApiError::unsupported("modalities", "this model answers with text only"));
+        }
+        Ok(())
+    }
+
+    fn wanted(&self) -> Result<Wanted<'_>, ApiError> {
+        let has_logprobs = self.logprobs == Some(true);
+        let top = self.top_logprobs.unwrap_or(0);
+        Invalid::unless(top <= TOP_LOGPROBS_MAX, "top_logprobs", "0 to 20")?;
+        Invalid::unless(has_logprobs || self.top_logprobs.is_none(), "top_logprobs", "logprobs to be true with it")?;
+        Ok(Wanted {
+            choosing: Choosing {
+                temperature: self.temperature,
+                top_p: self.top_p,
+                top_k: self.top_k,
+                min_p: self.min_p,
+                presence_penalty: self.presence_penalty,
+                frequency_penalty: self.frequency_penalty,
+                repetition_penalty: self.repetition_penalty,
+                logit_bias: self.logit_bias.as_ref(),
+                seed: self.seed.map(|seed| seed as u64),
+                candidates: if has_logprobs { top } else { 0 },
+            },
+            n: self.n,
+            max_tokens: match self.max_completion_tokens {
+                Some(most) => ("max_completion_tokens", Some(most)),
+                None => ("max_tokens", self.max_tokens),
+            },
+            max_tokens_default: None,
+            stop: self.stop.as_ref(),
+        })
+    }
+
+    fn is_streamed(&self) -> Result<bool, ApiError> {
+        let is_streamed = self.stream == Some(true);
+        Invalid::unless(is_streamed || self.stream_options.is_none(), "stream_options", "stream to be true with it")?;
+        Ok(is_streamed)
+    }
+}
+
+/// The whole answer.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ChatCompletion {
+    pub id: String,
+    pub object: &'static str,
+    /// Seconds since 1970.
+    pub created: u64,
+    pub model: String,
+    pub system_fingerprint: &'static str,
+    pub choices: Vec<ChatChoice>,
+    pub usage: Usage,
+}
+
+/// One of the answers.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ChatChoice {
+    pub index: usize,
+    pub message: AnswerMessage,
+    pub logprobs: Option<ChatLogprobs>,
+    /// `stop` or `length`.
+    pub finish_reason: &'static str,
+}
+
+/// What the model says.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct AnswerMessage {
+    pub role: &'static str,
+    pub content: String,
+    /// Always null.
+    pub refusal: Option<String>,
+}
+
+/// A piece of answers.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ChatChunk<'a> {
+    pub id: &'a str,
+    pub object: &'static str,
+    pub created: u64,
+    pub model: &'a str,
+    pub system_fingerprint: &'static str,
+    pub choices: Vec<ChunkChoice>,
+    /// With `include_usage`: null but in the last chunk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Usage>)]
+    pub usage: Option<Option<Usage>>,
+}
+
+/// A piece of one of the answers.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ChunkChoice {
+    pub index: usize,
+    pub delta: Delta,
+    pub logprobs: Option<ChatLogprobs>,
+    pub finish_reason: Option<&'static str>,
+}
+
+/// What is new.
+#[derive(Debug, Default, Serialize, ToSchema)]
+pub struct Delta {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub content: Option<String>,
+}
+
+/// Answers a conversation.
+#[utoipa::path(
+    post,
+    path = "/v1/chat/completions",
+    tag = "OpenAI",
+    request_body = ChatRequest,
+    security(("key" = [])),
+    responses(
+        (status = 200, description = "The answers; with `stream` server-sent events, each a chunk", content(
+            (ChatCompletion = "application/json"),
+            (ChatChunk = "text/event-stream"),
+        )),
+        (status = 400, description = "A field is wrong: `param` names it", body = ErrorBody),
+        (status = 401, description = "No key, or a wrong one", body = ErrorBody),
+        (status = 404, description = "Another model", body = ErrorBody),
+        (status = 408, description = "The body did not come", body = ErrorBody),
+        (status = 413, description = "The body is too large", body = ErrorBody),
+        (status = 429, description = "The queue is full: see Retry-After", body = ErrorBody),
+        (status = 503, description = "The pipeline is down, or the server is stopping", body = ErrorBody),
+    )
+)]
+pub async fn chat(
+    State(state): State<Shared>,
+    Extension(Name(name)): Extension<Name>,
+    JsonBody(request): JsonBody<ChatRequest>,
+) -> Result<Response, ApiError> {
+    state.model.check(request.model.as_deref())?;
+    request.check_unsupported()?;
+    let is_streamed = request.is_streamed()?;
+    let wanted = request.wanted()?.request(&state)?;
+    let messages = conversation(&request.messages, "messages")?;
+    let extra = request.chat_template_kwargs.clone().unwrap_or_default();
+    let encode = move |state: &Shared| state.prompts.chat(&messages, &extra);
+    let prompt = state.encode("messages", &name, encode).await?;
+    let asked = Asked::ask(&state, vec![pp_engine::head::Request { prompt, ..wanted }], &name).await?;
+    let has_logprobs = request.logprobs == Some(true);
+    let include_usage = request.stream_options.and_then(|options| options.include_usage) == Some(true);
+    let chunks =
+        ChatChunks { id: super::answer_id("chatcmpl"), created: super::now(), include_usage, state: state.clone() };
+    if is_streamed {
+        let options = stream::Options { logprobs: has_logprobs, include_usage };
+        return Ok(stream::respond(asked, chunks, &options, || Waiting::new(state.prompts.tokenizer().clone())));
+    }
+    let mut usage = Usage::of_prompts(asked.prompt_tokens);
+    let answers = asked.all().await?;
+    answers.iter().enumerate().for_each(|(index, answer)| usage.add(answer, index == 0));
+    Ok(Json(chunks.whole(answers, has_logprobs, usage)).into_response())
+}
+
+struct ChatChunks {
+    id: String,
+    created: u64,
+    include_usage: bool,
+    state: Shared,
+}
+
+impl ChatChunks {
+    fn chunk(&self, choices: Vec<ChunkChoice>, usage: Option<Usage>) -> String {
+        json(&ChatChunk {
+            id: &self.id,
+            object: "chat.completion.chunk",
+            created: self.created,
+            model: &self.state.model.id,
+            system_fingerprint: super::FINGERPRINT,
+            choices,
+            usage: self.include_usage.then_some(usage),
+        })
+    }
+
+    fn one(&self, index: usize, delta: Delta, logprobs: Option<ChatLogprobs>, end: Option<&'static str>) -> String {
+        self.chunk(vec![ChunkChoice { index, delta, logprobs, finish_reason: end }], None)
+    }
+
+    fn logprobs(&self, tokens: Option<&[Placed]>) -> Option<ChatLogprobs> {
+        tokens.map(|tokens| ChatLogprobs::new(self.state.prompts.tokenizer(), tokens))
+    }
+
+    fn whole(self, answers: Vec<Answer>, has_logprobs: bool, usage: Usage) -> ChatCompletion {
+        let tokenizer = self.state.prompts.tokenizer();
+        let choice = |(index, answer): (usize, Answer)| {
+            let tokens = has_logprobs.then(|| Waiting::all(tokenizer, &answer.tokens, &answer.text));
+            ChatChoice {
+                index,
+                logprobs: self.logprobs(tokens.as_deref()),
+                finish_reason: answer.finish_reason.name(),
+                message: AnswerMessage { role: "assistant", content: answer.text, refusal: None },
+            }
+        };
+        let choices = answers.into_iter().enumerate().map(choice).collect();
+        ChatCompletion {
+            choices,
+            object: "chat.completion",
+            created: self.created,
+            model: self.state.model.id.clone(),
+            system_fingerprint: super::FINGERPRINT,
+            usage,
+            id: self.id,
+        }
+    }
+}
+
+impl Chunks for ChatChunks {
+    fn open(&self, index: usize) -> Option<String> {
+        let delta = Delta { role: Some("assistant"), content: Some(String::new()) };
+        Some(self.one(index, delta, None, None))
+    }
+
+    fn text(&self, index: usize, text: String, tokens: Option<&[Placed]>) -> String {
+        self.one(index, Delta { content: Some(text), ..Delta::default() }, self.logprobs(tokens), None)
+    }
+
+    fn end(&self, index: usize, answer: &Answer) -> String {
+        self.one(index, Delta::default(), None, Some(answer.finish_reason.name()))
+    }
+
+    fn usage(&self, usage: &Usage) -> String {
+        self.chunk(Vec::new(), Some(*usage))
+    }
+}

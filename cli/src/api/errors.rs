@@ -1,0 +1,216 @@
+//! Why a request is not answered, in the shape of OpenAI's API.
+
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use pp_engine::head::service::ServiceError;
+use pp_engine::schedule::Refused;
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use crate::requests::choosing::Invalid;
+
+/// Seconds after which another pipeline may be there.
+const DOWN_RETRY_SECONDS: u64 = 5;
+
+/// A refusal.
+#[derive(Clone, Debug)]
+pub struct ApiError {
+    pub status: StatusCode,
+    /// Seconds.
+    retry_after: Option<u64>,
+    pub body: ErrorBody,
+}
+
+/// What is sent.
+#[derive(Clone, Debug, Serialize, ToSchema)]
+pub struct ErrorBody {
+    pub error: ErrorDetail,
+}
+
+/// What went wrong, and where.
+#[derive(Clone, Debug, Serialize, ToSchema)]
+pub struct ErrorDetail {
+    /// For people.
+    pub message: String,
+    /// The class of error.
+    #[serde(rename = "type")]
+    pub kind: &'static str,
+    /// The field that is wrong, as a path.
+    pub param: Option<String>,
+    /// The error, for programs.
+    pub code: Option<&'static str>,
+    /// The stage that is down.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stage: Option<usize>,
+}
+
+impl ApiError {
+    /// An error of the caller.
+    fn new(status: StatusCode, code: Option<&'static str>, message: impl Into<String>) -> ApiError {
+        let kind = match status {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::FORBIDDEN => "permission_error",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            status if status.is_server_error() => "server_error",
+            _ => "invalid_request_error",
+        };
+        let error = ErrorDetail { message: message.into(), kind, param: None, code, stage: None };
+        ApiError { status, retry_after: None, body: ErrorBody { error } }
+    }
+
+    fn with_param(mut self, param: impl Into<String>) -> ApiError {
+        self.body.error.param = Some(param.into());
+        self
+    }
+
+    /// A field, as a path, and what is wrong with it.
+    pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_value"), message).with_param(param)
+    }
+
+    /// A field that nobody knows.
+    pub fn unknown_field(param: impl Into<String>) -> ApiError {
+        let param = param.into();
+        let message = format!("there is no such field as {param:?}");
+        ApiError::new(StatusCode::BAD_REQUEST, Some("unknown_parameter"), message).with_param(param)
+    }
+
+    /// A field that is known, and not supported here.
+    pub fn unsupported(param: impl Into<String>, message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::BAD_REQUEST, Some("unsupported_parameter"), message).with_param(param)
+    }
+
+    /// A body that is not JSON.
+    pub fn not_json(message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_json"), message).with_param("body")
+    }
+
+    /// A body that is too large.
+    pub fn too_large(bytes_max: usize) -> ApiError {
+        let message = format!("the body has more than {bytes_max} bytes");
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, Some("request_too_large"), message)
+    }
+
+    /// A body that does not come.
+    pub fn too_slow(seconds: u64) -> ApiError {
+        let message = format!("the body was not there within {seconds} s");
+        ApiError::new(StatusCode::REQUEST_TIMEOUT, Some("request_timeout"), message)
+    }
+
+    /// No key, or a wrong one.
+    pub fn unauthorized(message: &str) -> ApiError {
+        ApiError::new(StatusCode::UNAUTHORIZED, Some("invalid_api_key"), message)
+    }
+
+    /// A request that is not meant for this server.
+    pub fn forbidden(message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::FORBIDDEN, Some("forbidden"), message)
+    }
+
+    /// A model that is not here.
+    pub fn no_such_model(asked: &str, served: &str) -> ApiError {
+        let message = format!("the model {asked:?} does not exist here; this server runs {served:?}");
+        ApiError::new(StatusCode::NOT_FOUND, Some("model_not_found"), message).with_param("model")
+    }
+
+    /// A path that leads nowhere.
+    pub fn no_such_path(method: &str, path: &str) -> ApiError {
+        let message = format!("there is nothing at {method} {path}; see /openapi.json");
+        ApiError::new(StatusCode::NOT_FOUND, Some("unknown_url"), message)
+    }
+
+    /// A path that does not take this method.
+    pub fn wrong_method(method: &str, path: &str) -> ApiError {
+        let message = format!("{path} does not take {method}; see the Allow header");
+        ApiError::new(StatusCode::METHOD_NOT_ALLOWED, Some("method_not_allowed"), message)
+    }
+
+    /// A fault of this program.
+    pub fn internal(message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, Some("internal_error"), message)
+    }
+
+    /// The answer was cut off because the server stops.
+    pub fn stopping() -> ApiError {
+        let message = "the server is stopping";
+        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, Some("server_stopping"), message)
+    }
+
+    fn retry_after(mut self, seconds: f64) -> ApiError {
+        self.retry_after = Some(seconds.ceil().clamp(1.0, 3600.0) as u64);
+        self
+    }
+}
+
+impl From<Invalid> for ApiError {
+    fn from(Invalid { param, message }: Invalid) -> ApiError {
+        let message = format!("{param}: {message}");
+        ApiError::invalid(param, message)
+    }
+}
+
+impl From<ServiceError> for ApiError {
+    fn from(error: ServiceError) -> ApiError {
+        let message = error.to_string();
+        match error {
+            ServiceError::Refused(Refused::Busy { retry_seconds, .. }) => {
+                ApiError::new(StatusCode::TOO_MANY_REQUESTS, Some("queue_full"), message).retry_after(retry_seconds)
+            }
+            ServiceError::Refused(refused) => refused_for_good(&refused, message),
+            ServiceError::NoSuchToken { .. } => ApiError::invalid("prompt", message),
+            ServiceError::Down(failure) => of_stage(failure.stage.map(|stage| stage.index), "pipeline_down", message),
+            ServiceError::Silent { stage, .. } => of_stage(Some(stage.index), "stage_silent", message),
+            ServiceError::Draining => ApiError::stopping(),
+        }
+    }
+}
+
+fn refused_for_good(refused: &Refused, message: String) -> ApiError {
+    let (param, code) = match refused {
+        Refused::PromptTooLong { .. } | Refused::NeverFits { .. } => ("messages", "context_length_exceeded"),
+        Refused::TooManyChoices { .. } => ("n", "invalid_value"),
+        Refused::NothingWanted => ("max_tokens", "invalid_value"),
+        Refused::EmptyPrompt | Refused::Busy { .. } => ("prompt", "invalid_value"),
+    };
+    ApiError::new(StatusCode::BAD_REQUEST, Some(code), message).with_param(param)
+}
+
+fn of_stage(stage: Option<usize>, code: &'static str, message: String) -> ApiError {
+    let mut error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, Some(code), message);
+    error.body.error.stage = stage;
+    error.retry_after(DOWN_RETRY_SECONDS as f64)
+}
+
+impl ApiError {
+    /// The same about another field: the one that this API calls the prompt.
+    pub fn about_prompt(mut self, param: &str) -> ApiError {
+        if matches!(self.body.error.param.as_deref(), Some("messages" | "prompt")) {
+            self.body.error.param = Some(param.to_owned());
+        }
+        self
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, Json(&self.body)).into_response();
+        if let Some(seconds) = self.retry_after {
+            response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            let realm = HeaderValue::from_static("Bearer realm=\"pp-run\"");
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, realm);
+        }
+        // For the log.
+        response.extensions_mut().insert(Outcome { code: self.body.error.code.unwrap_or("error") });
+        response
+    }
+}
+
+/// What a response was, beside its status: for logs and metrics.
+#[derive(Clone, Copy, Debug)]
+pub struct Outcome {
+    /// The error's code.
+    pub code: &'static str,
+}

@@ -1,0 +1,50 @@
+//! Every request has a name: the client's, if it sends a sane one. It is in the response and in the log.
+
+use std::time::Instant;
+
+use axum::extract::{MatchedPath, Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use axum::middleware::Next;
+use axum::response::Response;
+
+use super::Shared;
+use super::errors::Outcome;
+
+/// The header, both ways.
+const HEADER: HeaderName = HeaderName::from_static("x-request-id");
+/// Characters of a name at most.
+const LENGTH_MAX: usize = 128;
+
+/// A request's name.
+#[derive(Clone, Debug)]
+pub struct Name(pub String);
+
+impl Name {
+    fn of(headers: &HeaderMap) -> Name {
+        let sent = headers.get(HEADER).and_then(|value| value.to_str().ok());
+        let is_sane = |name: &&str| {
+            let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte);
+            (1..=LENGTH_MAX).contains(&name.len()) && name.bytes().all(plain)
+        };
+        Name(sent.filter(is_sane).map_or_else(|| super::answer_id("req"), str::to_owned))
+    }
+}
+
+/// Names a request, and logs what became of it.
+pub async fn named(State(state): State<Shared>, mut request: Request, next: Next) -> Response {
+    let began = Instant::now();
+    let name = Name::of(request.headers());
+    request.extensions_mut().insert(name.clone());
+    let method = request.method().clone();
+    let path = request.extensions().get::<MatchedPath>().map_or("other", MatchedPath::as_str).to_owned();
+    let mut response = next.run(request).await;
+    if let Ok(value) = HeaderValue::from_str(&name.0) {
+        response.headers_mut().insert(HEADER, value);
+    }
+    let status = response.status().as_u16();
+    let code = response.extensions().get::<Outcome>().map_or("ok", |outcome| outcome.code);
+    state.metrics.responded(&path, status);
+    let seconds = began.elapsed().as_secs_f64();
+    tracing::info!(id = name.0, %method, path, status, code, seconds, "responded");
+    response
+}

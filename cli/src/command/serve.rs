@@ -1,0 +1,184 @@
+//! Answers many clients over HTTP.
+
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+use pp_engine::checkpoint::Checkpoint;
+use pp_engine::head::service::{Reopen, Service};
+use pp_engine::head::{Head, HeadOptions};
+use pp_engine::tokenizer::Tokenizer;
+use serde::Serialize;
+use tokio::sync::watch;
+
+use crate::api::guard::Key;
+use crate::api::metrics::Metrics;
+use crate::api::{self, Model, Settings, Shared, State};
+use crate::args::{PipelineArgs, SamplingArgs, ServeArgs};
+use crate::errors::usage;
+use crate::output::{Out, Report};
+use crate::plan::{self, Wanted};
+use crate::prompts::Prompts;
+use crate::report::StageRow;
+use crate::settings::{self, SEQUENCES};
+use crate::{cancel, report};
+
+/// How often it is looked whether the program should end, and whether what runs has ended.
+const LOOK: Duration = Duration::from_millis(20);
+/// Threads that talk to clients; what computes has its own.
+const THREADS: usize = 2;
+/// How long connections may take to end when nothing is answered on them any more.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// Serves until it is told to stop.
+pub fn run(args: &ServeArgs) -> Result<ExitCode> {
+    let out = Out::new(args.output.json, args.quiet);
+    let key = args.api_key.as_deref().map(Key::read).transpose()?;
+    if key.is_none() && !args.host.is_loopback() {
+        return Err(usage(format!(
+            "--host {} lets other machines in, and without a key anybody there could use the model: give --api-key FILE, or leave --host away",
+            args.host
+        )));
+    }
+    // Before minutes are spent on loading.
+    let listener = listen(SocketAddr::new(args.host, args.port))?;
+    let checkpoint = super::open(&args.model)?;
+    let template = super::run::chat_template(args.chat_template.as_deref())?;
+    let prompts = Prompts::new(&checkpoint, template)?;
+    let sampling =
+        settings::sampling(&SamplingArgs { max_tokens: 1, ..SamplingArgs::default() }, &checkpoint.generation, 0, 0)?;
+    let loader = Loader {
+        checkpoint: checkpoint.clone(),
+        pipeline: args.pipeline.clone(),
+        options: super::head_options(&args.pipeline),
+        tokenizer: prompts.tokenizer().clone(),
+        out,
+    };
+    let (head, load_seconds) = loader.load()?;
+    let context = head.scheduler().limits().capacity();
+    let stages = report::stages(head.pipeline());
+    let service = Service::start(head, Some(loader.reopen()))?;
+    let state: Shared = Arc::new(State {
+        service,
+        prompts,
+        model: Model {
+            id: args.model_name.clone().unwrap_or_else(|| model_name(&checkpoint.path)),
+            created: created(&checkpoint.path),
+            context,
+            vocab: checkpoint.config.vocab,
+        },
+        settings: Settings {
+            key,
+            is_loopback: args.host.is_loopback(),
+            allowed_hosts: args.allow_host.clone(),
+            body_bytes_max: args.max_body_bytes as usize,
+            sampling,
+            max_tokens: args.max_tokens.map(|tokens| tokens as usize),
+            log_prompts: args.log_prompts,
+        },
+        metrics: Metrics::new(),
+    });
+    let address = listener.local_addr()?;
+    out.result(&Ready {
+        url: format!("http://{address}/v1"),
+        address: address.to_string(),
+        model: state.model.id.clone(),
+        context,
+        load_seconds,
+        stages,
+    })?;
+    let drain = Duration::from_secs(args.drain);
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build()?;
+    runtime.block_on(serve(listener, state, args.max_connections as usize, drain))?;
+    runtime.shutdown_timeout(FAREWELL);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Listens, so that a port that is taken is told at once.
+fn listen(address: SocketAddr) -> Result<TcpListener> {
+    let listener = TcpListener::bind(address).map_err(|error| match error.kind() {
+        std::io::ErrorKind::AddrInUse => usage(format!("{address} is in use by another program: give another --port")),
+        _ => usage(format!("cannot listen on {address}: {error}")),
+    })?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// Answers until Ctrl-C or SIGTERM; then what has begun may end within `drain`.
+async fn serve(listener: TcpListener, state: Shared, connections_max: usize, drain: Duration) -> Result<()> {
+    let listener = tokio::net::TcpListener::from_std(listener).context("cannot listen")?;
+    let (stop, stopping) = watch::channel(false);
+    let router = api::router(&state);
+    let serving = tokio::spawn(api::server::serve(listener, router, connections_max, stopping));
+    while !cancel::flag().load(Ordering::Relaxed) {
+        tokio::time::sleep(LOOK).await;
+    }
+    state.service.drain();
+    let until = Instant::now() + drain;
+    tracing::info!(requests = state.service.standing().requests, "draining");
+    while state.service.standing().requests > 0 && Instant::now() < until {
+        tokio::time::sleep(LOOK).await;
+    }
+    // Connections end with the answer that they are at.
+    let _ = stop.send(true);
+    state.service.end();
+    let _ = tokio::time::timeout(FAREWELL, serving).await;
+    Ok(())
+}
+
+/// Loads the pipeline, and again after it failed.
+#[derive(Clone)]
+struct Loader {
+    checkpoint: Arc<Checkpoint>,
+    pipeline: PipelineArgs,
+    options: HeadOptions,
+    tokenizer: Arc<Tokenizer>,
+    out: Out,
+}
+
+impl Loader {
+    fn load(&self) -> Result<(Head, f64)> {
+        let wanted = Wanted::several(None, SEQUENCES);
+        let plan = plan::make(self.checkpoint.clone(), &self.pipeline, wanted, &self.out)?;
+        super::load(&plan, self.options, self.tokenizer.clone(), &self.out)
+    }
+
+    fn reopen(self) -> Reopen {
+        Arc::new(move || self.load().map(|(head, _)| head).map_err(|error| format!("{error:#}")))
+    }
+}
+
+/// What a model is called after its file or folder.
+fn model_name(path: &Path) -> String {
+    let name =
+        if path.extension().is_some_and(|extension| extension == "gguf") { path.file_stem() } else { path.file_name() };
+    name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+fn created(path: &Path) -> u64 {
+    let modified = std::fs::metadata(path).and_then(|metadata| metadata.modified());
+    modified.ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok()).map_or(0, |at| at.as_secs())
+}
+
+/// Where it listens.
+#[derive(Debug, Serialize)]
+struct Ready {
+    /// What clients take as base URL.
+    url: String,
+    address: String,
+    model: String,
+    /// Positions of a sequence.
+    context: usize,
+    load_seconds: f64,
+    stages: Vec<StageRow>,
+}
+
+impl Report for Ready {
+    fn text(&self) -> String {
+        format!("{} at {} (context {} tokens); Ctrl-C stops", self.model, self.url, self.context)
+    }
+}
