@@ -16,7 +16,7 @@ use serde_json::Value;
 use crate::support::{data, ids};
 
 /// The program with a clean environment; no models folder, and nothing on stdin.
-fn program(arguments: &[&str]) -> Command {
+pub(crate) fn program(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pp-run"));
     command.args(arguments).stdin(Stdio::null());
     for name in ["PP_MODEL", "PP_LOG", "PP_CHECKED"] {
@@ -27,7 +27,7 @@ fn program(arguments: &[&str]) -> Command {
     command
 }
 
-fn run(arguments: &[&str]) -> Output {
+pub(crate) fn run(arguments: &[&str]) -> Output {
     program(arguments).output().expect("the program starts")
 }
 
@@ -57,7 +57,7 @@ fn succeeded(arguments: &[&str]) -> Output {
 
 /// The JSON of a run that succeeds: one line, nothing else on stdout.
 #[track_caller]
-fn object(arguments: &[&str]) -> Value {
+pub(crate) fn object(arguments: &[&str]) -> Value {
     let text = stdout(&succeeded(&[arguments, &["--json"]].concat()));
     assert_eq!(text.matches('\n').count(), 1, "one line: {text}");
     assert!(text.ends_with('\n'));
@@ -65,7 +65,7 @@ fn object(arguments: &[&str]) -> Value {
 }
 
 /// A model of tests/data, as an argument.
-fn model(name: &str) -> String {
+pub(crate) fn model(name: &str) -> String {
     data(name).to_str().expect("a path in UTF-8").to_owned()
 }
 
@@ -90,7 +90,7 @@ fn patch(file: &Path, from: &[u8], to: &[u8]) {
     std::fs::write(file, bytes).expect("writable");
 }
 
-const PROMPT: &str = "Of run is a stage";
+pub(crate) const PROMPT: &str = "Of run is a stage";
 
 #[test]
 fn json_of_an_answer_holds_all_that_is_known() {

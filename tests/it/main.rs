@@ -12,6 +12,8 @@ mod paced;
 mod planned;
 mod programs;
 mod sampling;
+mod serve;
+mod service;
 mod simulated;
 mod smollm2;
 mod support;
