@@ -436,7 +436,7 @@ impl Pipeline {
     /// it was lost on the hop to the first stage that has had fewer than the one before.
     pub fn holding(&self) -> &StageName {
         let progress = || self.counters.iter().map(|counters| counters.progress()).enumerate();
-        let computing = progress().filter(|(_, (begun, done))| begun > done).map(|(index, _)| index).last();
+        let computing = progress().rfind(|(_, (begun, done))| begun > done).map(|(index, _)| index);
         let behind = || progress().min_by_key(|(_, (begun, _))| *begun).map_or(0, |(index, _)| index);
         &self.stages[computing.unwrap_or_else(behind)]
     }

@@ -85,6 +85,10 @@ impl<C: Chunks> Stream<C> {
                     self.ready.push_back(self.chunks.text(index, text, tokens.as_deref()));
                 }
                 Some(Happening::Done(index, answer)) => {
+                    let rest = self.waiting.get_mut(index).map(|waiting| waiting.text("")).unwrap_or_default();
+                    if !rest.is_empty() {
+                        self.ready.push_back(self.chunks.text(index, String::new(), Some(&rest[..])));
+                    }
                     self.usage.add(&answer, index % self.choices == 0);
                     self.ready.push_back(self.chunks.end(index, &answer));
                 }
