@@ -1,5 +1,6 @@
 //! What was typed. Says nothing about what it means: that is [`crate::settings`].
 
+mod bench;
 mod cluster;
 mod network;
 mod serve;
@@ -9,6 +10,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Deserialize;
 
+pub use bench::{ApiArg, BenchArgs, Lengths, LoadArgs};
 pub use cluster::{AddArgs, ClusterArgs, ClusterVerb, DrainArgs, InitArgs, RemoveArgs, StatusArgs, WorkerArgs};
 pub use network::{DoctorArgs, NetBenchArgs, NetBenchEndArgs, NetworkArg, TransportArg};
 pub use serve::{LogFormat, ServeArgs};
@@ -428,47 +430,6 @@ pub struct PerplexityArgs {
     pub output: OutputArgs,
 }
 
-/// `bench`
-#[derive(Debug, Args)]
-#[command(
-    after_help = "Examples:\n  pp-run bench -m qwen.gguf --prompt-tokens 128 --gen-tokens 32 --depths 0,512,2048\n  pp-run bench -m qwen.gguf --stages 4 --concurrency 1,2,4,8"
-)]
-pub struct BenchArgs {
-    /// Tokens of the prompt whose speed is measured
-    #[arg(long, value_name = "TOKENS", default_value_t = 128)]
-    pub prompt_tokens: usize,
-    /// Tokens of the answer whose speed is measured
-    #[arg(long, value_name = "TOKENS", default_value_t = 32)]
-    pub gen_tokens: usize,
-    /// Tokens that are in the context before, comma-separated; one measurement each
-    #[arg(long, value_name = "TOKENS,…", value_delimiter = ',', default_value = "0")]
-    pub depths: Vec<usize>,
-    /// Measured repetitions, after one that is not counted
-    #[arg(long, value_name = "N", default_value_t = 5)]
-    pub reps: usize,
-    /// Requests at once, comma-separated: a row for each, in place of depths and roofline
-    #[arg(long, value_name = "N,…", value_delimiter = ',', conflicts_with = "depths")]
-    pub concurrency: Vec<usize>,
-    /// Replay requests, JSON, one a line as `batch` takes them, at their arrival_ms; prompt_tokens in place of a prompt
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["concurrency", "depths"])]
-    pub requests: Option<PathBuf>,
-    /// With --concurrency or --requests: write what every stage did when to FILE, for `pp-run trace`
-    #[arg(long, value_name = "FILE")]
-    pub trace: Option<PathBuf>,
-    /// With --concurrency or --requests: show what the stages, the queue and the KV cache are doing (stderr)
-    #[arg(long)]
-    pub live: bool,
-    /// Skip the roofline: what the device can do at most, and each kernel's share of it (loads the stages once more)
-    #[arg(long)]
-    pub no_roofline: bool,
-    #[command(flatten)]
-    pub model: ModelArgs,
-    #[command(flatten)]
-    pub pipeline: PipelineArgs,
-    #[command(flatten)]
-    pub output: OutputArgs,
-}
-
 /// `batch`
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -544,10 +505,10 @@ pub struct SimArgs {
     pub rate: f64,
     /// Tokens of a prompt, or a range, uniform in the logarithm
     #[arg(long, value_name = "N|N..N", default_value = "32..512")]
-    pub prompt: String,
+    pub prompt: Lengths,
     /// Tokens of an answer, or a range
     #[arg(long, value_name = "N|N..N", default_value = "16..128")]
-    pub answer: String,
+    pub answer: Lengths,
     /// Share of prompts that begin like others
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub shared: f64,

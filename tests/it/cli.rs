@@ -1,6 +1,7 @@
 //! The program as a user runs it, on the small models of tests/data.
 
 mod bad_input;
+mod load;
 mod many;
 mod pull;
 mod sim;

@@ -4,6 +4,7 @@
 //! then the answer, greedy and not ended by the model. Ids are made up; what they are does not change the work.
 
 mod concurrency;
+mod load;
 mod roofline;
 
 use std::process::ExitCode;
@@ -27,8 +28,16 @@ use roofline::Roofline;
 /// Measures and tells.
 pub fn run(args: &BenchArgs) -> Result<ExitCode> {
     let out = Out::new(args.output.json, false);
+    if args.load.url.is_some() {
+        return load::run(args, &out);
+    }
+    for (name, lengths) in [("--prompt-tokens", args.prompt_tokens), ("--gen-tokens", args.gen_tokens)] {
+        if lengths.least != lengths.most {
+            return Err(usage(format!("{name} {lengths}: a range goes with --url; here a number is expected")));
+        }
+    }
     for (name, value) in
-        [("--prompt-tokens", args.prompt_tokens), ("--gen-tokens", args.gen_tokens), ("--reps", args.reps)]
+        [("--prompt-tokens", args.prompt_tokens.least), ("--gen-tokens", args.gen_tokens.least), ("--reps", args.reps)]
     {
         if value == 0 {
             return Err(usage(format!("{name} 0: expected at least 1")));
@@ -41,14 +50,14 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode> {
         return Err(usage("--live and --trace go with --concurrency or --requests"));
     }
     let deepest = args.depths.iter().copied().max().unwrap_or(0);
-    let wanted = [args.prompt_tokens, args.gen_tokens, 1].into_iter().fold(deepest, usize::saturating_add);
+    let wanted = [args.prompt_tokens.least, args.gen_tokens.least, 1].into_iter().fold(deepest, usize::saturating_add);
     let checkpoint = super::open(&args.model)?;
     let tokenizer = checkpoint.tokenizer()?;
     let plan = plan::make(checkpoint, &args.pipeline, Wanted::one(Some(wanted)), &out)?;
     if wanted > plan.options.context {
         return Err(usage(format!(
             "depth {deepest} + {} + {} tokens do not fit the context of {}",
-            args.prompt_tokens, args.gen_tokens, plan.options.context
+            args.prompt_tokens.least, args.gen_tokens.least, plan.options.context
         )));
     }
     // Devices are measured before they have anything else to do.
@@ -67,7 +76,7 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode> {
     let seconds = started.elapsed().as_secs_f64();
     let report = BenchReport::new(&plan, args, depths, load_seconds, seconds, report::stages(head.pipeline()));
     drop(head);
-    let roofline = if args.no_roofline { None } else { measure_roofline(&plan, args.prompt_tokens, &out)? };
+    let roofline = if args.no_roofline { None } else { measure_roofline(&plan, args.prompt_tokens.least, &out)? };
     out.result(&BenchReport { roofline, ..report })?;
     Ok(ExitCode::SUCCESS)
 }
@@ -125,11 +134,11 @@ impl Bench<'_> {
 
     fn once(&self, head: &mut Head) -> Result<Run> {
         let vocab = self.plan.checkpoint.config.vocab;
-        let (total, from) = (self.depth + self.args.prompt_tokens, self.timed_from());
+        let (total, from) = (self.depth + self.args.prompt_tokens.least, self.timed_from());
         let request = Request {
             prompt: (0..total).map(|place| made_up_id(place, vocab)).collect(),
             // The first token belongs to the prompt's time.
-            max_tokens: self.args.gen_tokens + 1,
+            max_tokens: self.args.gen_tokens.least + 1,
             sampling: Sampling::default(),
             stop: Vec::new(),
             stop_at_eos: false,
@@ -147,7 +156,7 @@ impl Bench<'_> {
         }
         Ok(Run {
             prefill_rate: (total - from) as f64 / (end - begin).as_secs_f64(),
-            decode_rate: self.args.gen_tokens as f64 / answer.timings.decode_seconds,
+            decode_rate: self.args.gen_tokens.least as f64 / answer.timings.decode_seconds,
             first_token_seconds: answer.timings.first_token_seconds,
         })
     }
@@ -185,7 +194,7 @@ impl Depth {
     /// With what a forecast says of it.
     fn beside(self, forecast: Option<&Forecast>, args: &BenchArgs) -> Depth {
         let predicted = forecast.map(|forecast| {
-            let found = forecast.predict(1, self.depth + args.prompt_tokens, args.gen_tokens);
+            let found = forecast.predict(1, self.depth + args.prompt_tokens.least, args.gen_tokens.least);
             Predicted {
                 decode_tokens_per_s: found.tokens_per_second,
                 decode_error_percent: error_percent(found.tokens_per_second, self.decode_tokens_per_s.median),
@@ -236,8 +245,8 @@ impl BenchReport {
         let first = depths.first().expect("at least one depth is measured").clone();
         BenchReport {
             model: plan.checkpoint.path.display().to_string(),
-            prompt_tokens: args.prompt_tokens,
-            gen_tokens: args.gen_tokens,
+            prompt_tokens: args.prompt_tokens.least,
+            gen_tokens: args.gen_tokens.least,
             reps: args.reps,
             activations,
             kv,

@@ -123,15 +123,6 @@ fn pipe(args: &SimArgs) -> Result<Pipe> {
     Ok(Pipe { hops, jitter, sampling, seed: args.seed, ..Pipe::of(stages) })
 }
 
-/// `16` or `16..512`
-fn range(name: &str, text: &str) -> Result<(usize, usize)> {
-    let (low, high) = text.split_once("..").unwrap_or((text, text));
-    match (low.trim().parse(), high.trim().parse()) {
-        (Ok(low), Ok(high)) if 1 <= low && low <= high && high <= 1 << 20 => Ok((low, high)),
-        _ => Err(usage(format!("{name} {text}: expected a number of tokens, or a range such as 16..512"))),
-    }
-}
-
 fn distribution(args: &SimArgs) -> Result<Distribution> {
     let share = |name: &str, share: f64| {
         if (0.0..=1.0).contains(&share) { Ok(share) } else { Err(usage(format!("{name} {share}: expected 0 to 1"))) }
@@ -143,8 +134,8 @@ fn distribution(args: &SimArgs) -> Result<Distribution> {
     Ok(Distribution {
         requests: args.count,
         rate: args.rate,
-        prompt: range("--prompt", &args.prompt)?,
-        output: range("--answer", &args.answer)?,
+        prompt: (args.prompt.least, args.prompt.most),
+        output: (args.answer.least, args.answer.most),
         shared: share("--shared", args.shared)?,
         cancelled: (share("--cancelled", args.cancelled)?, 10.0),
         several: 0.0,
@@ -294,12 +285,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_and_milliseconds_are_read() {
-        assert_eq!(range("--prompt", "16").unwrap(), (16, 16));
-        assert_eq!(range("--prompt", "16..512").unwrap(), (16, 512));
-        for bad in ["", "0", "5..2", "a", "1..x"] {
-            assert!(range("--prompt", bad).unwrap_err().to_string().contains("--prompt"), "{bad}");
-        }
+    fn milliseconds_are_read() {
         assert_eq!(milliseconds("--stage", "20, 0.5", 3).unwrap(), [0.02, 0.0005]);
         assert!(milliseconds("--stage", "1,2,3,4", 3).is_err() && milliseconds("--stage", "-1", 3).is_err());
     }

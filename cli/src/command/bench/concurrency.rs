@@ -44,7 +44,7 @@ pub fn run(args: &BenchArgs, out: &Out) -> Result<ExitCode> {
             (longest.unwrap_or(1), answers.clamp(1, SEQUENCES))
         }
         None => (
-            args.prompt_tokens.saturating_add(args.gen_tokens).saturating_add(1),
+            args.prompt_tokens.least.saturating_add(args.gen_tokens.least).saturating_add(1),
             args.concurrency.iter().copied().max().unwrap_or(1),
         ),
     };
@@ -89,10 +89,10 @@ pub fn run(args: &BenchArgs, out: &Out) -> Result<ExitCode> {
 
 fn made_up(args: &BenchArgs, index: usize, vocab: usize) -> Request {
     Request {
-        prompt: (0..args.prompt_tokens).map(|place| made_up_id(place + 1009 * index, vocab)).collect(),
+        prompt: (0..args.prompt_tokens.least).map(|place| made_up_id(place + 1009 * index, vocab)).collect(),
         choices: 1,
         // The first token belongs to the prompt's time.
-        max_tokens: args.gen_tokens + 1,
+        max_tokens: args.gen_tokens.least + 1,
         sampling: Sampling::default(),
         stop: Vec::new(),
         stop_at_eos: false,
@@ -273,7 +273,7 @@ impl Level {
     /// With what a forecast says of it.
     fn beside(self, forecast: Option<&Forecast>, args: &BenchArgs) -> Level {
         let Some(forecast) = forecast else { return self };
-        let found = forecast.predict(self.concurrency, args.prompt_tokens, args.gen_tokens);
+        let found = forecast.predict(self.concurrency, args.prompt_tokens.least, args.gen_tokens.least);
         let (rate, first) = (found.tokens_per_second, found.first_token_seconds);
         Level {
             planned_tokens_per_s: Some(rate),
@@ -316,8 +316,8 @@ impl ConcurrencyReport {
         let (activations, kv, wire) = crate::command::precision(plan);
         ConcurrencyReport {
             model: plan.checkpoint.path.display().to_string(),
-            prompt_tokens: args.prompt_tokens,
-            gen_tokens: args.gen_tokens,
+            prompt_tokens: args.prompt_tokens.least,
+            gen_tokens: args.gen_tokens.least,
             reps: args.reps,
             activations,
             kv,
