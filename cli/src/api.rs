@@ -14,6 +14,8 @@ mod health;
 mod logprobs;
 pub mod metrics;
 mod openapi;
+mod page;
+pub mod pipeline;
 mod request_id;
 pub mod server;
 mod stream;
@@ -50,6 +52,8 @@ pub struct State {
     pub model: Model,
     pub settings: Settings,
     pub metrics: Metrics,
+    /// What is said of the pipeline beside what the service knows.
+    pub facts: Arc<pipeline::Facts>,
 }
 
 /// As handlers get it.
@@ -155,6 +159,7 @@ fn open() -> Router<Shared> {
         .route("/health", get(health::health))
         .route("/ready", get(health::ready))
         .route("/openapi.json", get(openapi::openapi))
+        .merge(page::routes())
 }
 
 /// Paths for who has the key.
@@ -166,6 +171,8 @@ fn keyed() -> Router<Shared> {
         .route("/v1/completions", post(completions::completions))
         .route("/v1/embeddings", post(catalogue::embeddings))
         .route("/metrics", get(metrics::metrics))
+        .route("/v1/pipeline", get(pipeline::show))
+        .route("/v1/pipeline/events", get(pipeline::events))
 }
 
 async fn no_such_path(method: Method, OriginalUri(uri): OriginalUri) -> ApiError {

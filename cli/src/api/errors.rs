@@ -64,6 +64,12 @@ impl ApiError {
         self
     }
 
+    /// As many do that already as may at once.
+    pub fn too_many(message: impl Into<String>, retry_after: u64) -> ApiError {
+        let error = ApiError::new(StatusCode::TOO_MANY_REQUESTS, Some("too_many"), message);
+        ApiError { retry_after: Some(retry_after), ..error }
+    }
+
     /// A field, as a path, and what is wrong with it.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_value"), message).with_param(param)

@@ -17,6 +17,8 @@ use utoipa::{Modify, OpenApi};
         super::catalogue::embeddings,
         super::health::health,
         super::health::ready,
+        super::pipeline::show,
+        super::pipeline::events,
     ),
     modifiers(&Keys)
 )]

@@ -17,6 +17,7 @@ use tokio::sync::watch;
 
 use crate::api::guard::Key;
 use crate::api::metrics::Metrics;
+use crate::api::pipeline::Facts;
 use crate::api::{self, Model, Settings, Shared, State};
 use crate::args::{PipelineArgs, SamplingArgs, ServeArgs};
 use crate::errors::usage;
@@ -58,19 +59,17 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
         tokenizer: prompts.tokenizer().clone(),
         out,
     };
-    let (head, load_seconds) = loader.load()?;
+    let (head, load_seconds, precision) = loader.load()?;
     let context = head.scheduler().limits().capacity();
     let stages = report::stages(head.pipeline());
     let service = Service::start(head, Some(loader.reopen()))?;
+    let id = args.model_name.clone().unwrap_or_else(|| model_name(&checkpoint.path));
+    let (activations, kv, wire) = precision;
     let state: Shared = Arc::new(State {
         service,
         prompts,
-        model: Model {
-            id: args.model_name.clone().unwrap_or_else(|| model_name(&checkpoint.path)),
-            created: created(&checkpoint.path),
-            context,
-            vocab: checkpoint.config.vocab,
-        },
+        facts: Arc::new(Facts { model: id.clone(), context, wire, activations, kv }),
+        model: Model { id, created: created(&checkpoint.path), context, vocab: checkpoint.config.vocab },
         settings: Settings {
             key,
             is_loopback: args.host.is_loopback(),
@@ -130,6 +129,9 @@ async fn serve(listener: TcpListener, state: Shared, connections_max: usize, dra
     Ok(())
 }
 
+/// As `--activations`, `--kv` and `--wire` spell them.
+type Precision = (&'static str, &'static str, &'static str);
+
 /// Loads the pipeline, and again after it failed.
 #[derive(Clone)]
 struct Loader {
@@ -141,14 +143,15 @@ struct Loader {
 }
 
 impl Loader {
-    fn load(&self) -> Result<(Head, f64)> {
+    fn load(&self) -> Result<(Head, f64, Precision)> {
         let wanted = Wanted::several(None, SEQUENCES);
         let plan = plan::make(self.checkpoint.clone(), &self.pipeline, wanted, &self.out)?;
-        super::load(&plan, self.options, self.tokenizer.clone(), &self.out)
+        let (head, seconds) = super::load(&plan, self.options, self.tokenizer.clone(), &self.out)?;
+        Ok((head, seconds, super::precision(&plan)))
     }
 
     fn reopen(self) -> Reopen {
-        Arc::new(move || self.load().map(|(head, _)| head).map_err(|error| format!("{error:#}")))
+        Arc::new(move || self.load().map(|(head, ..)| head).map_err(|error| format!("{error:#}")))
     }
 }
 
@@ -179,6 +182,9 @@ struct Ready {
 
 impl Report for Ready {
     fn text(&self) -> String {
-        format!("{} at {} (context {} tokens); Ctrl-C stops", self.model, self.url, self.context)
+        format!(
+            "{} at {} (context {} tokens); the page: http://{}/; Ctrl-C stops",
+            self.model, self.url, self.context, self.address
+        )
     }
 }
