@@ -124,3 +124,13 @@ fetch_swiftshader() {
     rm -f "$work"/chromium-common_*.deb
     [ -f "$work/libvk_swiftshader.so" ] && [ -f "$work/vk_swiftshader_icd.json" ]
 }
+
+# Node and a browser, for the tests of the page.
+need_browser() {
+    command -v node >/dev/null || install nodejs
+    command -v npm >/dev/null || install npm
+    local version
+    version=$(node --version | tr -d v)
+    printf '18\n%s\n' "$version" | sort --version-sort --check=quiet || fail "Node $version is too old: 18 or newer is needed"
+    [ -n "${PP_CHROMIUM:-}" ] || command -v /usr/bin/chromium >/dev/null || install chromium fonts-dejavu-core
+}

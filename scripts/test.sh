@@ -18,6 +18,10 @@ say "cargo clippy"
 cargo clippy --quiet --workspace --all-targets -- --deny warnings
 say "cargo test"
 cargo test --workspace
+say "the page in Chromium"
+need_browser
+npm ci --prefix tests/page --silent --no-audit --no-fund --ignore-scripts
+PP_RUN=$(realpath "$PP_RUN") PP_MODEL=$(realpath "$(models_folder)/$MODEL_FILE") node --test tests/page/page.test.mjs
 if cargo +nightly fuzz --version >/dev/null 2>&1; then
     for target in enrolment members link control payload weights; do
         say "fuzzing $target for 30 s"
