@@ -108,7 +108,14 @@ pub struct LoadArgs {
     #[arg(long, value_enum, value_name = "KIND", default_value = "chat", requires = "url")]
     pub api: ApiArg,
     /// Requests a second (Poisson arrivals), comma-separated: a row for each, in place of --concurrency
-    #[arg(long, value_name = "R,…", value_delimiter = ',', requires = "url", conflicts_with = "concurrency")]
+    #[arg(
+        long,
+        value_name = "R,…",
+        value_delimiter = ',',
+        allow_negative_numbers = true,
+        requires = "url",
+        conflicts_with = "concurrency"
+    )]
     pub rate: Vec<f64>,
     /// Requests of each row [default: 64, or what --duration allows]
     #[arg(long, value_name = "N", requires = "url")]

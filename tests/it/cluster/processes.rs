@@ -152,6 +152,12 @@ impl Running {
         self.err.line(word, &mut self.child)
     }
 
+    /// The first line on stdout with `word` in it, once it is there.
+    #[track_caller]
+    pub fn prints(&mut self, word: &str) -> String {
+        self.out.line(word, &mut self.child)
+    }
+
     /// All that it has said on stderr so far.
     pub fn said(&self) -> String {
         self.err.all()
@@ -183,7 +189,7 @@ impl Worker {
     /// What it says when it serves.
     #[track_caller]
     pub fn ready(&mut self) -> Value {
-        let line = self.0.out.line("{", &mut self.0.child);
+        let line = self.0.prints("{");
         serde_json::from_str(&line).unwrap_or_else(|e| panic!("{e}: {line}"))
     }
 }
