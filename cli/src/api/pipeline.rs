@@ -42,7 +42,7 @@ const SUMMED: Nanos = 10_000_000_000;
 const WINDOW: Duration = Duration::from_secs(2);
 
 /// What the pipe is, and what it has done lately.
-#[utoipa::path(get, path = "/v1/pipeline", tag = "Watching", responses(
+#[utoipa::path(get, path = "/v1/pipeline", tag = "Watching", security(("key" = [])), responses(
     (status = 200, body = Pipeline),
     (status = 401, description = "The key is missing or wrong", body = ErrorBody),
 ))]
@@ -59,7 +59,7 @@ pub async fn show(Given(state): Given<Shared>) -> Result<Json<Pipeline>, ApiErro
 /// what `/v1/pipeline` says; `tick` says what each stage did since the last one, in microseconds of the pipe's clock:
 /// `spans` of [began, ended, group, tokens, sequences, step] and `idle` of [from, until, cause]. It replaces what was
 /// said of the time after `from`.
-#[utoipa::path(get, path = "/v1/pipeline/events", tag = "Watching", responses(
+#[utoipa::path(get, path = "/v1/pipeline/events", tag = "Watching", security(("key" = [])), responses(
     (status = 200, description = "Events, for as long as somebody listens", content_type = "text/event-stream", body = String),
     (status = 401, description = "The key is missing or wrong", body = ErrorBody),
     (status = 429, description = "Too many watch already", body = ErrorBody),
