@@ -384,12 +384,11 @@ impl Watch {
         let recorder = &standing.pipe.recorder;
         let mut pipeline = Pipeline::of(&self.facts, standing, None);
         let answered = self.told.as_ref().map_or(0, |told| told.answered);
-        let is_new = self.told.as_ref().is_none_or(|told| told.state != pipeline.state);
-        let is_due = self.told.as_ref().is_none_or(|told| told.at.elapsed() >= TELL);
-        let latest =
-            recorder.since(answered + 1).head.iter().map(|span| span.answered).max().unwrap_or(0).max(answered);
-        let has_worked = latest > answered || self.told.is_none();
-        if !is_new && !(is_due && has_worked) {
+        let lately = recorder.since(answered + 1).head.iter().map(|span| span.answered).max();
+        let latest = lately.unwrap_or(0).max(answered);
+        let has_worked = latest > answered;
+        let is_due = |told: &Told| told.state != pipeline.state || has_worked && told.at.elapsed() >= TELL;
+        if !self.told.as_ref().is_none_or(is_due) {
             return None;
         }
         if has_worked {
