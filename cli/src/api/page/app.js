@@ -5,5 +5,5 @@ import { watch, wake } from "./pipe.js";
 import * as settings from "./settings.js";
 
 const pipe = watch({ onModel: chat.setModel });
-chat.start({ onAnswer: pipe.answered });
+chat.start({ onAnswer: pipe.answered, onKey: wake });
 settings.start({ system: chat.system, forgetAll: chat.forgetAll, onKey: wake });

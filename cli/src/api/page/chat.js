@@ -21,9 +21,12 @@ const prompt = byId("prompt");
 
 /** Called with the figures of each answer. */
 let heard = () => {};
+/** Called when there is another key. */
+let keyed = () => {};
 
-export function start({ onAnswer }) {
+export function start({ onAnswer, onKey }) {
   heard = onAnswer;
+  keyed = onKey;
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     if (running) running.abort();
@@ -200,6 +203,7 @@ const told = (error) =>
 
 async function needKey() {
   const typed = await askForKey(key.get() ? "The key that you gave is not taken." : "Type the one that it was started with.");
+  if (typed) keyed();
   const last = conversation.messages.length - 1;
   if (typed && conversation.messages[last]?.error?.status === 401) again(last);
 }

@@ -1,6 +1,6 @@
 // The pipe: its stages as lanes, what they do and why they do not, figures, and what to do next.
 
-import { call, events } from "./api.js";
+import { call, events, key } from "./api.js";
 import { byId, bytes, h, percent, rate, seconds, setText } from "./dom.js";
 import { CAUSES, Gantt, TICKS } from "./gantt.js";
 import { askForKey } from "./settings.js";
@@ -71,8 +71,10 @@ async function keepWatching(onModel) {
     } catch (error) {
       if (error.status === 401) {
         say("away", "needs a key");
-        if (await askForKey("The pipe is shown to those who have it.")) continue;
-        wait = AGAIN_MS[1];
+        const typed = await askForKey(key.get() ? "The key that you gave is not taken." : "Chat and pipe are for those who have it.");
+        // Who does not want to say it is not asked again, until there is one.
+        if (!typed) await new Promise((resolve) => (wakeUp = resolve));
+        continue;
       } else {
         say("away", error.status ? error.message : "not connected");
       }
