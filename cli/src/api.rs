@@ -17,6 +17,7 @@ mod openapi;
 mod page;
 pub mod pipeline;
 mod request_id;
+mod schemas;
 pub mod server;
 mod stream;
 

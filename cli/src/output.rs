@@ -133,7 +133,7 @@ fn error_text(text: &str) {
 
 /// Tells that Ctrl-C was heard.
 pub fn stopping() {
-    say("\npp-run: stopping after the step that is running; press Ctrl-C again to leave at once\n");
+    say("\npp-run: ending what is under way; press Ctrl-C again to leave at once\n");
 }
 
 /// Tells that it ended because the user wanted it to.

@@ -1,8 +1,10 @@
 //! The server over real sockets, with a client that knows nothing of it.
 
 mod client;
+mod down;
 
-use std::io::Read;
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -112,6 +114,77 @@ fn a_stop_text_ends_an_answer_and_never_shows() {
     assert_eq!(text, expected);
 }
 
+/// Characters of several bytes, which come in several tokens, are sent whole; what is no character shows as U+FFFD in
+/// the same places as in the whole answer.
+#[test]
+fn characters_are_never_split() {
+    let server = tied(&[]);
+    let mut wide = 0;
+    for seed in 0..24 {
+        let fields = json!({"temperature": 3.0, "seed": seed, "max_tokens": 40, "logprobs": true, "stop": ["\u{e9}"]});
+        let whole = server.post("/v1/chat/completions", &chat(fields.clone())).ok();
+        let mut streamed = fields;
+        streamed["stream"] = true.into();
+        let (chunks, _) = server.post("/v1/chat/completions", &chat(streamed)).events();
+        let text: String = chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str()).collect();
+        assert_eq!(text, whole["choices"][0]["message"]["content"], "seed {seed}");
+        assert!(!text.contains('\u{e9}'), "the stop text never shows");
+        let byte = |byte: &Value| byte.as_u64().unwrap() as u8;
+        let tokens = whole["choices"][0]["logprobs"]["content"].as_array().unwrap();
+        let bytes: Vec<u8> =
+            tokens.iter().flat_map(|token| token["bytes"].as_array().unwrap().iter().map(byte)).collect();
+        // An independent way from bytes to text.
+        let spelt = String::from_utf8_lossy(&bytes);
+        assert!(spelt.starts_with(&text), "seed {seed}: {text:?} is not the beginning of {spelt:?}");
+        wide += text.chars().filter(|c| c.len_utf8() > 1 && *c != char::REPLACEMENT_CHARACTER).count();
+    }
+    assert!(wide > 0, "some characters took several bytes");
+}
+
+/// The status line and all else that comes until the server closes the connection.
+fn rest_of(mut stream: TcpStream) -> String {
+    let mut rest = String::new();
+    stream.set_read_timeout(Some(Duration::from_secs(90))).unwrap();
+    // One that is cut off has said what it said.
+    let _ = stream.read_to_string(&mut rest);
+    rest
+}
+
+/// Clients that send half a head, half a body, or nothing at all keep nobody waiting, and are shown out.
+#[test]
+fn slow_clients_keep_nobody_waiting() {
+    let server = tied(&[]);
+    let connect = |begin: &str| {
+        let mut stream = TcpStream::connect(server.address()).unwrap();
+        stream.write_all(begin.as_bytes()).unwrap();
+        stream
+    };
+    let silent: Vec<TcpStream> = (0..50).map(|_| connect("")).collect();
+    let half_head = connect("POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-slow:");
+    let half_body = connect(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+         content-length: 100\r\n\r\n{\"messages\": [",
+    );
+    server.post("/v1/chat/completions", &chat(json!({"max_tokens": 2}))).ok();
+    let late = rest_of(half_body);
+    assert!(late.starts_with("HTTP/1.1 408 ") && late.contains("request_timeout"), "{late}");
+    let unheard = rest_of(half_head);
+    assert!(unheard.is_empty() || unheard.starts_with("HTTP/1.1 408 "), "{unheard}");
+    assert!(silent.into_iter().map(rest_of).all(|said| said.is_empty() || said.starts_with("HTTP/1.1 408 ")));
+}
+
+/// Heads that are too large, or have too many headers, are refused before anything is made of them.
+#[test]
+fn heads_are_bounded() {
+    let server = tied(&[]);
+    let large = "x".repeat(300_000);
+    assert_eq!(server.send("GET", "/ready", &[("x-large", &large)], "").status, 431);
+    let many: Vec<(String, &str)> = (0..200).map(|i| (format!("x-{i}"), "1")).collect();
+    let many: Vec<(&str, &str)> = many.iter().map(|(name, value)| (name.as_str(), *value)).collect();
+    assert_eq!(server.send("GET", "/ready", &many, "").status, 431);
+    assert_eq!(server.get("/ready").status, 200);
+}
+
 #[test]
 fn what_is_wrong_is_refused_by_name() {
     let server = tied(&["--max-body-bytes", "4096"]);
@@ -144,6 +217,7 @@ fn what_is_wrong_is_refused_by_name() {
     of_chat(json!({"stream_options": {"include_usage": true}}), "stream_options", "invalid_value");
     of_chat(json!({"messages": []}), "messages", "invalid_value");
     of_chat(json!({"messages": [{"role": "user", "content": 5}]}), "messages[0].content", "invalid_value");
+    of_chat(json!({"messages": [{"role": "king", "content": "a"}]}), "messages[0].role", "invalid_value");
     of_chat(
         json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         "messages[0].content[0].type",
@@ -176,12 +250,20 @@ fn pages_of_other_sites_and_callers_without_the_key_get_nothing() {
     let file = dir.path().join("key");
     std::fs::write(&file, "0123456789abcdef0123\n").unwrap();
     let server = tied(&["--api-key", file.to_str().unwrap()]);
+    let open = tied(&[]);
     for (path, status) in
         [("/health", 200), ("/ready", 200), ("/openapi.json", 200), ("/v1/models", 401), ("/metrics", 401)]
     {
         let response = server.get(path);
         assert_eq!(response.status, status, "{path}");
         assert_eq!(response.header("www-authenticate").is_some(), status == 401);
+        // The document tells of the key, where there is one.
+        let documents = [(&server, true), (&open, false)];
+        for (server, has_key) in documents {
+            let document = server.get("/openapi.json").ok();
+            let security = &document["paths"].get(path).expect(path)["get"]["security"];
+            assert_eq!(security.is_array(), has_key && status == 401, "{path}");
+        }
         let right = server.send("GET", path, &[("authorization", "Bearer 0123456789abcdef0123")], "");
         assert_eq!(right.status, 200, "{path}");
     }

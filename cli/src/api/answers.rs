@@ -16,8 +16,8 @@ use crate::requests::Stop;
 use crate::requests::choosing::{Choosing, Invalid};
 
 /// Texts that may end an answer, at most; and bytes of each.
-const STOPS_MAX: usize = 16;
-const STOP_BYTES_MAX: usize = 1024;
+pub const STOPS_MAX: usize = 16;
+pub const STOP_BYTES_MAX: usize = 1024;
 
 /// What happens to the answer of an index.
 pub enum Happening {

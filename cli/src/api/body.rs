@@ -1,9 +1,12 @@
 //! A request's body as one of the API's types; what is wrong with it is told by its path.
 
+use std::error::Error;
 use std::time::Duration;
 
 use axum::body::{Body, to_bytes};
 use axum::extract::{FromRequest, Request};
+use axum::http::{HeaderMap, HeaderName, header};
+use http_body_util::LengthLimitError;
 use serde::de::DeserializeOwned;
 
 use super::Shared;
@@ -19,25 +22,45 @@ impl<T: DeserializeOwned> FromRequest<Shared> for JsonBody<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, state: &Shared) -> Result<JsonBody<T>, ApiError> {
-        let bytes = read(request.into_body(), state.settings.body_bytes_max).await?;
+        let bytes_max = state.settings.body_bytes_max;
+        check(request.headers(), bytes_max)?;
+        let bytes = read(request.into_body(), bytes_max).await?;
         Ok(JsonBody(parse(&bytes)?))
     }
+}
+
+/// What the head says of the body, before any of it is asked for. One without a type is taken for JSON.
+fn check(headers: &HeaderMap, bytes_max: usize) -> Result<(), ApiError> {
+    let text = |name: HeaderName| headers.get(name).map(|value| value.to_str().unwrap_or("?").trim());
+    let length = text(header::CONTENT_LENGTH).and_then(|length| length.parse::<u64>().ok());
+    if length.is_some_and(|length| length > bytes_max as u64) {
+        return Err(ApiError::too_large(bytes_max));
+    }
+    if let Some(coding) = text(header::CONTENT_ENCODING).filter(|coding| !coding.eq_ignore_ascii_case("identity")) {
+        return Err(ApiError::unsupported_media(format!("Content-Encoding {coding:?}: send the body as it is")));
+    }
+    match text(header::CONTENT_TYPE) {
+        Some(kind) if !is_json(kind) => {
+            Err(ApiError::unsupported_media(format!("Content-Type {kind:?}: send JSON, as application/json")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// `application/json` and `application/*+json`, with or without parameters.
+fn is_json(kind: &str) -> bool {
+    let kind = kind.split(';').next().unwrap_or("").trim().to_ascii_lowercase();
+    kind.strip_prefix("application/").is_some_and(|kind| kind == "json" || kind.ends_with("+json"))
 }
 
 async fn read(body: Body, bytes_max: usize) -> Result<Vec<u8>, ApiError> {
     let read = tokio::time::timeout(PATIENCE, to_bytes(body, bytes_max)).await;
     match read.map_err(|_| ApiError::too_slow(PATIENCE.as_secs()))? {
         Ok(bytes) => Ok(bytes.into()),
-        Err(error) => {
-            let mut source: Option<&dyn std::error::Error> = Some(&error);
-            while let Some(cause) = source {
-                if cause.to_string().contains("length limit") {
-                    return Err(ApiError::too_large(bytes_max));
-                }
-                source = cause.source();
-            }
-            Err(ApiError::not_json(format!("the body could not be read: {error}")))
+        Err(error) if error.source().is_some_and(|cause| cause.is::<LengthLimitError>()) => {
+            Err(ApiError::too_large(bytes_max))
         }
+        Err(error) => Err(ApiError::not_json(format!("the body could not be read: {error}"))),
     }
 }
 
@@ -83,6 +106,24 @@ mod tests {
     struct Inner {
         #[expect(dead_code, reason = "only parsed")]
         size: u32,
+    }
+
+    #[test]
+    fn what_the_head_says_of_the_body_is_looked_at_first() {
+        let status = |name: HeaderName, value: &str| {
+            let headers = HeaderMap::from_iter([(name, value.parse().unwrap())]);
+            check(&headers, 1000).err().map(|error| error.status.as_u16())
+        };
+        for json in ["application/json", "Application/JSON; charset=utf-8", "application/problem+json"] {
+            assert_eq!(status(header::CONTENT_TYPE, json), None, "{json}");
+        }
+        for other in ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""] {
+            assert_eq!(status(header::CONTENT_TYPE, other), Some(415), "{other:?}");
+        }
+        assert_eq!(status(header::CONTENT_ENCODING, "identity"), None);
+        assert_eq!(status(header::CONTENT_ENCODING, "gzip"), Some(415));
+        assert_eq!((status(header::CONTENT_LENGTH, "1000"), status(header::CONTENT_LENGTH, "1001")), (None, Some(413)));
+        assert!(check(&HeaderMap::new(), 1000).is_ok());
     }
 
     #[test]

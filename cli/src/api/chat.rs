@@ -13,7 +13,7 @@ use super::body::JsonBody;
 use super::errors::{ApiError, ErrorBody};
 use super::logprobs::{ChatLogprobs, Placed, Waiting};
 use super::stream::{self, Chunks, json};
-use super::{Name, Shared};
+use super::{Name, Shared, schemas};
 use crate::requests::Stop;
 use crate::requests::choosing::{Choosing, Invalid};
 use crate::requests::messages::{ChatMessage, conversation};
@@ -28,6 +28,7 @@ pub struct ChatRequest {
     /// The model; the one that is served unless said otherwise.
     pub model: Option<String>,
     /// The conversation to go on with.
+    #[schema(min_items = 1)]
     pub messages: Vec<ChatMessage>,
     /// The older name of `max_completion_tokens`.
     #[schema(minimum = 1)]
@@ -39,7 +40,7 @@ pub struct ChatRequest {
     #[schema(minimum = 0)]
     pub temperature: Option<f32>,
     /// Choose among the likeliest tokens that together reach this probability.
-    #[schema(exclusive_minimum = 0, maximum = 1)]
+    #[schema(minimum = 1e-6, maximum = 1)]
     pub top_p: Option<f32>,
     /// Ours: choose among so many of the likeliest tokens; 0 is all.
     pub top_k: Option<u32>,
@@ -51,10 +52,10 @@ pub struct ChatRequest {
     /// Subtracted from the logits of tokens already answered, for each time.
     pub frequency_penalty: Option<f32>,
     /// Ours: divides the logits of tokens already seen.
-    #[schema(exclusive_minimum = 0)]
+    #[schema(minimum = 1e-6)]
     pub repetition_penalty: Option<f32>,
     /// Added to the logits of tokens, by id.
-    #[schema(value_type = Option<std::collections::HashMap<String, f32>>)]
+    #[schema(schema_with = schemas::logit_bias)]
     pub logit_bias: Option<Map<String, Value>>,
     /// Start of the random numbers: the same seed gives the same answer.
     pub seed: Option<i64>,
@@ -62,6 +63,7 @@ pub struct ChatRequest {
     #[schema(minimum = 1)]
     pub n: Option<u32>,
     /// Texts that end an answer, at most 16.
+    #[schema(schema_with = schemas::stop)]
     pub stop: Option<Stop>,
     /// Whether the answer is sent as it comes, in server-sent events.
     pub stream: Option<bool>,
@@ -70,7 +72,7 @@ pub struct ChatRequest {
     /// Whether tokens are told with their log-probabilities.
     pub logprobs: Option<bool>,
     /// With `logprobs`: how many of the likeliest tokens in each place.
-    #[schema(maximum = 20)]
+    #[schema(minimum = 0, maximum = 20)]
     pub top_logprobs: Option<u32>,
     /// Ours, as elsewhere: more variables for the chat template, such as `enable_thinking`.
     #[schema(value_type = Option<Object>)]
@@ -85,23 +87,31 @@ pub struct ChatRequest {
     #[schema(value_type = Option<Object>)]
     pub tool_choice: Option<Value>,
     /// Only `["text"]`.
+    #[schema(schema_with = schemas::modalities)]
     pub modalities: Option<Vec<String>>,
     /// Not supported.
-    #[schema(value_type = Option<Object>)]
+    #[schema(schema_with = schemas::null)]
     pub audio: Option<Value>,
     /// Not supported.
-    #[schema(value_type = Option<Object>)]
+    #[schema(schema_with = schemas::null)]
     pub prediction: Option<Value>,
     /// Not supported.
-    #[schema(value_type = Option<Object>)]
+    #[schema(schema_with = schemas::null)]
     pub web_search_options: Option<Value>,
     /// Taken and not used, as the fields below.
+    #[expect(dead_code, reason = "taken and not used")]
     pub user: Option<Value>,
+    #[expect(dead_code, reason = "taken and not used")]
     pub metadata: Option<Value>,
+    #[expect(dead_code, reason = "taken and not used")]
     pub store: Option<Value>,
+    #[expect(dead_code, reason = "taken and not used")]
     pub service_tier: Option<Value>,
+    #[expect(dead_code, reason = "taken and not used")]
     pub safety_identifier: Option<Value>,
+    #[expect(dead_code, reason = "taken and not used")]
     pub prompt_cache_key: Option<Value>,
+    #[expect(dead_code, reason = "taken and not used")]
     pub parallel_tool_calls: Option<Value>,
 }
 
@@ -112,6 +122,7 @@ pub struct StreamOptions {
     /// Whether the usage is told at the end.
     pub include_usage: Option<bool>,
     /// Taken and not used: chunks are not padded.
+    #[expect(dead_code, reason = "taken and not used")]
     pub include_obfuscation: Option<bool>,
 }
 
@@ -253,6 +264,7 @@ pub struct Delta {
         (status = 404, description = "Another model", body = ErrorBody),
         (status = 408, description = "The body did not come", body = ErrorBody),
         (status = 413, description = "The body is too large", body = ErrorBody),
+        (status = 415, description = "The body is no JSON by its Content-Type, or is compressed", body = ErrorBody),
         (status = 429, description = "The queue is full: see Retry-After", body = ErrorBody),
         (status = 503, description = "The pipeline is down, or the server is stopping", body = ErrorBody),
     )

@@ -14,14 +14,14 @@ use super::chat::StreamOptions;
 use super::errors::{ApiError, ErrorBody};
 use super::logprobs::{CompletionLogprobs, Placed, Waiting};
 use super::stream::{self, Chunks, json};
-use super::{Name, Shared};
+use super::{Name, Shared, schemas};
 use crate::requests::Stop;
 use crate::requests::choosing::{Choosing, Invalid};
 
 /// Tokens of an answer where the request does not say, as in OpenAI's API.
 const MAX_TOKENS: usize = 16;
 /// Prompts of a request at most.
-const PROMPTS_MAX: usize = 128;
+pub const PROMPTS_MAX: usize = 128;
 /// Candidates of a token with their log-probabilities, at most.
 const LOGPROBS_MAX: u32 = 20;
 
@@ -32,6 +32,7 @@ pub struct CompletionRequest {
     /// The model; the one that is served unless said otherwise.
     pub model: Option<String>,
     /// What is to be continued.
+    #[schema(schema_with = schemas::prompt)]
     pub prompt: Prompt,
     /// Tokens of an answer at most; 16 unless said otherwise.
     #[schema(minimum = 1)]
@@ -40,7 +41,7 @@ pub struct CompletionRequest {
     #[schema(minimum = 0)]
     pub temperature: Option<f32>,
     /// Choose among the likeliest tokens that together reach this probability.
-    #[schema(exclusive_minimum = 0, maximum = 1)]
+    #[schema(minimum = 1e-6, maximum = 1)]
     pub top_p: Option<f32>,
     /// Ours: choose among so many of the likeliest tokens; 0 is all.
     pub top_k: Option<u32>,
@@ -52,10 +53,10 @@ pub struct CompletionRequest {
     /// Subtracted from the logits of tokens already answered, for each time.
     pub frequency_penalty: Option<f32>,
     /// Ours: divides the logits of tokens already seen.
-    #[schema(exclusive_minimum = 0)]
+    #[schema(minimum = 1e-6)]
     pub repetition_penalty: Option<f32>,
     /// Added to the logits of tokens, by id.
-    #[schema(value_type = Option<std::collections::HashMap<String, f32>>)]
+    #[schema(schema_with = schemas::logit_bias)]
     pub logit_bias: Option<Map<String, Value>>,
     /// Start of the random numbers: the same seed gives the same answer.
     pub seed: Option<i64>,
@@ -63,21 +64,26 @@ pub struct CompletionRequest {
     #[schema(minimum = 1)]
     pub n: Option<u32>,
     /// Texts that end an answer, at most 16.
+    #[schema(schema_with = schemas::stop)]
     pub stop: Option<Stop>,
     /// Whether the answer is sent as it comes, in server-sent events.
     pub stream: Option<bool>,
     /// How it is streamed.
     pub stream_options: Option<StreamOptions>,
     /// Tokens are told with their log-probabilities, and with so many of the likeliest in each place.
-    #[schema(maximum = 20)]
+    #[schema(minimum = 0, maximum = 20)]
     pub logprobs: Option<u32>,
     /// Only as `n`.
+    #[schema(minimum = 1)]
     pub best_of: Option<u32>,
     /// Only false.
+    #[schema(schema_with = schemas::only_false)]
     pub echo: Option<bool>,
     /// Not supported.
+    #[schema(max_length = 0)]
     pub suffix: Option<String>,
     /// Taken and not used.
+    #[expect(dead_code, reason = "taken and not used")]
     pub user: Option<Value>,
 }
 
@@ -200,6 +206,7 @@ pub struct CompletionChoice {
         (status = 404, description = "Another model", body = ErrorBody),
         (status = 408, description = "The body did not come", body = ErrorBody),
         (status = 413, description = "The body is too large", body = ErrorBody),
+        (status = 415, description = "The body is no JSON by its Content-Type, or is compressed", body = ErrorBody),
         (status = 429, description = "The queue is full: see Retry-After", body = ErrorBody),
         (status = 503, description = "The pipeline is down, or the server is stopping", body = ErrorBody),
     )

@@ -98,6 +98,11 @@ impl ApiError {
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, Some("request_too_large"), message)
     }
 
+    /// A body of another kind than JSON, or in another form.
+    pub fn unsupported_media(message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, Some("unsupported_media_type"), message)
+    }
+
     /// A body that does not come.
     pub fn too_slow(seconds: u64) -> ApiError {
         let message = format!("the body was not there within {seconds} s");
@@ -203,6 +208,9 @@ impl IntoResponse for ApiError {
         let mut response = (self.status, Json(&self.body)).into_response();
         if let Some(seconds) = self.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+        }
+        if self.status == StatusCode::UNSUPPORTED_MEDIA_TYPE {
+            response.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         }
         if self.status == StatusCode::UNAUTHORIZED {
             let realm = HeaderValue::from_static("Bearer realm=\"pp-run\"");

@@ -15,7 +15,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
 use super::Shared;
-use super::errors::ApiError;
+use super::errors::{ApiError, ErrorBody};
 
 /// How an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
@@ -122,6 +122,12 @@ impl Metrics {
 }
 
 /// All of it, as OpenMetrics writes it.
+#[utoipa::path(get, path = "/metrics", tag = "Watching", security(("key" = [])), responses(
+    (status = 200, description = "Metrics in the text format of OpenMetrics", content(
+        (String = "application/openmetrics-text"),
+    )),
+    (status = 401, description = "No key, or a wrong one", body = ErrorBody),
+))]
 pub async fn metrics(State(state): State<Shared>) -> Result<Response, ApiError> {
     // A trace is looked through: that is not for a thread that talks to clients.
     let text = tokio::task::spawn_blocking(move || state.metrics.text(&state.service.standing())).await;

@@ -1,9 +1,11 @@
 //! `/openapi.json`: every path and type, as the handlers declare them.
 
 use axum::Json;
-use utoipa::openapi::Components;
+use axum::extract::State;
+use utoipa::OpenApi;
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
-use utoipa::{Modify, OpenApi};
+
+use super::Shared;
 
 /// The document.
 #[derive(OpenApi)]
@@ -17,24 +19,33 @@ use utoipa::{Modify, OpenApi};
         super::catalogue::embeddings,
         super::health::health,
         super::health::ready,
+        super::metrics::metrics,
         super::pipeline::show,
         super::pipeline::events,
-    ),
-    modifiers(&Keys)
+        openapi,
+    )
 )]
 struct Document;
 
-/// The key that callers send.
-struct Keys;
-
-impl Modify for Keys {
-    fn modify(&self, openapi: &mut utoipa::openapi::OpenApi) {
+/// The document of a server that wants a key, or of one that does not.
+fn document(has_key: bool) -> utoipa::openapi::OpenApi {
+    let mut document = Document::openapi();
+    if has_key {
         let key = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
-        openapi.components.get_or_insert_with(Components::new).add_security_scheme("key", key);
+        document.components.get_or_insert_default().add_security_scheme("key", key);
+        return document;
     }
+    for path in document.paths.paths.values_mut() {
+        for operation in [&mut path.get, &mut path.post].into_iter().flatten() {
+            operation.security = None;
+            operation.responses.responses.remove("401");
+        }
+    }
+    document
 }
 
-/// The document, as JSON.
-pub async fn openapi() -> Json<utoipa::openapi::OpenApi> {
-    Json(Document::openapi())
+/// This document.
+#[utoipa::path(get, path = "/openapi.json", tag = "Watching", responses((status = 200, body = Object)))]
+pub async fn openapi(State(state): State<Shared>) -> Json<utoipa::openapi::OpenApi> {
+    Json(document(state.settings.key.is_some()))
 }

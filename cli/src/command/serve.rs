@@ -92,7 +92,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     })?;
     let drain = Duration::from_secs(args.drain);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build()?;
-    runtime.block_on(serve(listener, state, args.max_connections as usize, drain))?;
+    runtime.block_on(serve(listener, state, args.max_connections as usize, drain, out))?;
     runtime.shutdown_timeout(FAREWELL);
     Ok(ExitCode::SUCCESS)
 }
@@ -108,7 +108,7 @@ fn listen(address: SocketAddr) -> Result<TcpListener> {
 }
 
 /// Answers until Ctrl-C or SIGTERM; then what has begun may end within `drain`.
-async fn serve(listener: TcpListener, state: Shared, connections_max: usize, drain: Duration) -> Result<()> {
+async fn serve(listener: TcpListener, state: Shared, connections_max: usize, drain: Duration, out: Out) -> Result<()> {
     let listener = tokio::net::TcpListener::from_std(listener).context("cannot listen")?;
     let (stop, stopping) = watch::channel(false);
     let router = api::router(&state);
@@ -118,7 +118,12 @@ async fn serve(listener: TcpListener, state: Shared, connections_max: usize, dra
     }
     state.service.drain();
     let until = Instant::now() + drain;
-    tracing::info!(requests = state.service.standing().requests, "draining");
+    let requests = state.service.standing().requests;
+    tracing::info!(requests, "draining");
+    if requests > 0 {
+        let seconds = drain.as_secs();
+        out.note(&format!("no more requests are taken; the {requests} under way may take {seconds} s to end"));
+    }
     while state.service.standing().requests > 0 && Instant::now() < until {
         tokio::time::sleep(LOOK).await;
     }

@@ -6,7 +6,7 @@ use pp_engine::sampler::Sampling;
 use serde_json::{Map, Value};
 
 /// Tokens that a bias may be given for.
-const BIASES_MAX: usize = 4096;
+pub const BIASES_MAX: usize = 4096;
 /// Most candidates that the last stage returns with a token.
 pub const LOGPROBS_MAX: u32 = 64;
 

@@ -7,11 +7,14 @@ use utoipa::ToSchema;
 
 use super::choosing::Invalid;
 
+/// Who may speak.
+const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+
 /// One message of a conversation.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ChatMessage {
-    /// Who speaks: `system` or `developer`, `user`, `assistant`, or what else the model's template knows.
+    /// Who speaks: `system` or `developer`, `user`, `assistant`, `tool`.
     pub role: String,
     /// What is said.
     #[serde(default)]
@@ -63,6 +66,8 @@ pub fn conversation(messages: &[ChatMessage], param: &str) -> Result<Vec<Message
 
 impl ChatMessage {
     fn to_template(&self, param: &str) -> Result<Message, Invalid> {
+        let is_known = ROLES.contains(&self.role.as_str());
+        Invalid::unless(is_known, &format!("{param}.role"), "system, developer, user, assistant or tool")?;
         // The newer name of the same; templates know the older one.
         let role = if self.role == "developer" { "system" } else { self.role.as_str() };
         let content = match &self.content {
@@ -110,6 +115,7 @@ mod tests {
     fn what_no_model_reads_is_named() {
         let check = |json: &str, param: &str| assert_eq!(read(json).expect_err(json).param, param);
         check("[]", "messages");
+        check(r#"[{"role": "king", "content": "a"}]"#, "messages[0].role");
         check(r#"[{"role": "user"}]"#, "messages[0].content");
         check(r#"[{"role": "user", "content": null}]"#, "messages[0].content");
         let image = r#"{"type": "image_url", "image_url": {"url": "data:"}}"#;

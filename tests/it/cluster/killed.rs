@@ -70,12 +70,6 @@ fn again(machine: &Machine, name: &str, listen: &str) -> Worker {
     machine.worker(name, Some(listen), &[], &[])
 }
 
-fn listens(head: &Machine, name: &str) -> String {
-    let status = head.object(&["cluster", "status", "--no-bandwidth"]);
-    let members = status["members"].as_array().unwrap();
-    members.iter().find(|member| member["name"] == name).unwrap()["address"].as_str().unwrap().to_owned()
-}
-
 /// A worker that is killed, and one that is stopped for a while, in mid-work: the head says who and why within the time
 /// that is promised, asks again when the worker is back, and every answer is the one that an undisturbed run gives.
 #[test]
@@ -87,7 +81,7 @@ fn a_batch_goes_on_when_a_worker_comes_back() {
     let expected = work.answers("alone.jsonl");
     assert!(expected.iter().all(Option::is_some));
 
-    let address = listens(&cluster.head, "rig3");
+    let address = cluster.head.address_of("rig3");
     let mut head = Running::start(&mut work.batch(&cluster.head, "killed.jsonl", &["--workers", "rig2,rig3"]));
     work.wait_for("killed.jsonl", 2);
     let (machine, worker) = cluster.workers.pop().unwrap();
@@ -169,7 +163,7 @@ fn a_run_that_loses_its_worker_ends_with_the_reason() {
 #[test]
 fn strangers_cost_a_worker_nothing() {
     let cluster = Cluster::of(&["rig2"], MODEL);
-    let address = listens(&cluster.head, "rig2");
+    let address = cluster.head.address_of("rig2");
     let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
     // What looks like the first packet of a connection of version 1, and no more comes; and what looks like nothing.
     let mut initial = vec![0u8; 1200];

@@ -92,6 +92,15 @@ impl Machine {
         self.home.path().join("config/pp-run/cluster")
     }
 
+    /// Where a member of its cluster listens.
+    #[track_caller]
+    pub fn address_of(&self, name: &str) -> String {
+        let status = self.object(&["cluster", "status", "--no-bandwidth"]);
+        let members = status["members"].as_array().expect("members");
+        let member = members.iter().find(|member| member["name"] == name).expect("it is in the cluster");
+        member["address"].as_str().expect("a text").to_owned()
+    }
+
     /// A model of tests/data in its models folder, under another name.
     pub fn take_model(&self, model: &str, name: &str) {
         std::os::unix::fs::symlink(data(model), self.models().join(name)).expect("room for a link");

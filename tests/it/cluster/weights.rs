@@ -246,7 +246,7 @@ fn break_off_three_times(m: &str) -> Option<()> {
     until_free(&cluster.head);
     let second = part(&cluster.workers[0].0, 0)?;
 
-    let address = listens(&cluster.head);
+    let address = cluster.head.address_of("rig2");
     let head = Running::start(&mut cluster.head.program(&started));
     part(&cluster.workers[0].0, second + (1 << 20))?;
     let (machine, worker) = cluster.workers.pop().expect("rig2");
@@ -266,11 +266,6 @@ fn break_off_three_times(m: &str) -> Option<()> {
     assert_eq!(sizes(&cached(&machine)), wanted, "no part is left");
     same_words(&found, &cluster.head.object(&[&run(m, &[])[..], &["--ctx", "64"]].concat()));
     Some(())
-}
-
-fn listens(head: &Machine) -> String {
-    let status = head.object(&["cluster", "status", "--no-bandwidth"]);
-    status["members"][0]["address"].as_str().expect("a text").to_owned()
 }
 
 /// Where another worker has the model, it gives a part of what is wanted.

@@ -27,11 +27,21 @@ impl Server {
     /// Starts one on a free port.
     pub fn start(options: &[&str]) -> Server {
         let arguments = [&["serve", "--port", "0", "--json", "--quiet"], options].concat();
-        let mut child = program(&arguments).env("PP_LOG", "warn").stdout(Stdio::piped()).spawn().expect("it starts");
+        Server::spawn(&mut program(&arguments))
+    }
+
+    /// Starts what is a server, and says in JSON where it listens.
+    pub fn spawn(command: &mut Command) -> Server {
+        let mut child = command.env("PP_LOG", "warn").stdout(Stdio::piped()).spawn().expect("it starts");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("it says where it listens");
         let ready: Value = serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line:?}"));
         Server { child, address: ready["address"].as_str().expect("an address").to_owned() }
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &str {
+        &self.address
     }
 
     /// Sends a request; the answer is still to be read.

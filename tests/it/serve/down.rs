@@ -1,0 +1,60 @@
+//! A server whose stage is on a worker that stops, dies, and comes back.
+
+use serde_json::json;
+
+use super::client::Server;
+use super::{chat, eventually};
+use crate::cli::model;
+use crate::cluster::processes::Cluster;
+
+/// While the worker is stopped a probe finds that nothing comes through, and says which stage has it; whoever is gone
+/// meanwhile is forgotten. When it is killed, everybody hears which stage is down, until it is there again.
+#[test]
+fn a_stage_that_is_stopped_or_dead_is_named() {
+    let mut cluster = Cluster::of(&["rig2"], "tiny/llama-33");
+    let m = model("tiny/llama-33");
+    let arguments =
+        ["serve", "--port", "0", "--json", "--quiet", "-m", &m, "--workers", "rig2", "--device", "reference"];
+    let server = Server::spawn(&mut cluster.head.program(&arguments));
+    let health = server.get("/health").ok();
+    assert_eq!((&health["status"], &health["stages"]), (&"ok".into(), &2.into()));
+    let expected = server.post("/v1/chat/completions", &chat(json!({}))).ok();
+
+    cluster.workers[0].1.0.signal("STOP");
+    let silent = server.get("/health");
+    let error = &silent.json()["error"];
+    assert_eq!((silent.status, &error["stage"]), (503, &1.into()), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("stage 1 on rig2"), "{error}");
+    cluster.workers[0].1.0.signal("CONT");
+    // By then it may have been taken for lost, and another pipeline opened.
+    eventually("it answers again", || server.get("/health").status == 200);
+    let restarts = server.get("/health").ok()["restarts"].as_u64().unwrap();
+
+    let (machine, worker) = cluster.workers.remove(0);
+    // Gone for good with all that it says, and without a farewell.
+    let address = cluster.head.address_of("rig2");
+    worker.0.signal("KILL");
+    drop(worker);
+    eventually("it is down", || server.get("/ready").status == 503);
+    for path in ["/ready", "/health"] {
+        let down = server.get(path);
+        let error = &down.json()["error"];
+        assert_eq!(
+            (down.status, &error["code"], &error["stage"]),
+            (503, &"pipeline_down".into(), &1.into()),
+            "{error}"
+        );
+    }
+    let refused = server.post("/v1/chat/completions", &chat(json!({})));
+    let error = &refused.json()["error"];
+    assert_eq!((refused.status, &error["type"], &error["stage"]), (503, &"server_error".into(), &1.into()), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("rig2"), "{error}");
+    assert!(refused.header("retry-after").is_some());
+
+    let mut back = machine.worker("rig2", Some(&address), &[], &[]);
+    back.ready();
+    eventually("another pipeline runs", || server.get("/ready").status == 200);
+    let found = server.post("/v1/chat/completions", &chat(json!({}))).ok();
+    assert_eq!(found["choices"][0]["message"], expected["choices"][0]["message"]);
+    assert_eq!(server.get("/health").ok()["restarts"], restarts + 1);
+}
