@@ -11,6 +11,7 @@ mod completions;
 mod errors;
 pub mod guard;
 mod health;
+mod json;
 mod logprobs;
 pub mod metrics;
 mod openapi;
@@ -150,6 +151,7 @@ pub fn router(state: &Shared) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(state.clone(), guard::same_site))
         .layer(CatchPanicLayer::custom(panicked))
+        .layer(middleware::from_fn(body::close_what_is_unread))
         .layer(middleware::from_fn_with_state(state.clone(), request_id::named))
         .with_state(state.clone())
 }

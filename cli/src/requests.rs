@@ -313,7 +313,7 @@ mod tests {
         check(r#"{"prompt": "a", "temprature": 1}"#, "temprature");
         check(r#"{"prompt": 5}"#, "expected a string");
         check(r#"{"prompt": "a""#, "EOF");
-        check(r#"{"temperature": -1}"#, "temperature: expected 0 or more");
+        check(r#"{"temperature": -1}"#, "temperature: expected 0 to 100");
         check(r#"{"top_p": 0}"#, "top_p");
         check(r#"{"n": 0}"#, "n: expected at least 1");
         check(r#"{"logit_bias": {"100": 1}}"#, "\"100\" is no token id below 100");

@@ -173,6 +173,40 @@ fn slow_clients_keep_nobody_waiting() {
     assert!(silent.into_iter().map(rest_of).all(|said| said.is_empty() || said.starts_with("HTTP/1.1 408 ")));
 }
 
+/// Who is refused before the body is there hears that the connection ends with it; who sent all of it can go on.
+#[test]
+fn a_connection_whose_body_was_not_read_ends() {
+    let server = tied(&["--max-body-bytes", "4096"]);
+    let ask = |path: &str, kind: &str, length: usize, body: &str| {
+        let mut stream = TcpStream::connect(server.address()).unwrap();
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\ncontent-length: {length}\r\n\r\n"
+        );
+        stream.write_all(format!("{head}{body}").as_bytes()).unwrap();
+        rest_of(stream).to_ascii_lowercase()
+    };
+    for (path, kind, length) in [
+        ("/v1/nothing", "application/json", 100),
+        ("/v1/models", "application/json", 100),
+        ("/v1/embeddings", "application/json", 100),
+        ("/v1/completions", "text/plain", 100),
+        ("/v1/completions", "application/json", 5000),
+    ] {
+        let said = ask(path, kind, length, "");
+        assert!(said.starts_with("http/1.1 4") && said.contains("\r\nconnection: close\r\n"), "{path}: {said}");
+    }
+    let mut stream = TcpStream::connect(server.address()).unwrap();
+    for last in [false, true] {
+        let more = if last { "connection: close\r\n" } else { "" };
+        let body = r#"{"prompt": "a", "max_tokens": 1, "stream": false}"#;
+        let head =
+            format!("POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{more}content-length: {}\r\n\r\n", body.len());
+        stream.write_all(format!("{head}{body}").as_bytes()).unwrap();
+    }
+    let said = rest_of(stream);
+    assert_eq!(said.matches("HTTP/1.1 200 OK").count(), 2, "{said}");
+}
+
 /// Heads that are too large, or have too many headers, are refused before anything is made of them.
 #[test]
 fn heads_are_bounded() {

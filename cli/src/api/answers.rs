@@ -15,9 +15,12 @@ use super::metrics::Outcome;
 use crate::requests::Stop;
 use crate::requests::choosing::{Choosing, Invalid};
 
-/// Texts that may end an answer, at most; and bytes of each.
+/// Texts that may end an answer, at most; and characters of each.
 pub const STOPS_MAX: usize = 16;
-pub const STOP_BYTES_MAX: usize = 1024;
+pub const STOP_CHARACTERS_MAX: usize = 1024;
+
+/// Tokens of an answer that may be asked for, as the document says.
+const TOKENS_MAX: usize = i32::MAX as usize;
 
 /// What happens to the answer of an index.
 pub enum Happening {
@@ -52,12 +55,13 @@ impl Wanted<'_> {
         let sampling =
             pp_engine::sampler::Sampling { seed: self.choosing.seed.unwrap_or_else(super::random), ..sampling };
         let (field, max_tokens) = self.max_tokens;
-        Invalid::unless(max_tokens != Some(0), field, "at least 1")?;
+        let is_in_range = max_tokens.is_none_or(|tokens| (1..=TOKENS_MAX).contains(&tokens));
+        Invalid::unless(is_in_range, field, "1 to 2147483647")?;
         Invalid::unless(self.n != Some(0), "n", "at least 1")?;
         let stop = self.stop.map_or(Vec::new(), Stop::texts);
         Invalid::unless(stop.len() <= STOPS_MAX, "stop", "at most 16 texts")?;
-        let is_stop = |text: &String| (1..=STOP_BYTES_MAX).contains(&text.len());
-        Invalid::unless(stop.iter().all(is_stop), "stop", "texts of 1 to 1024 bytes")?;
+        let is_stop = |text: &String| (1..=STOP_CHARACTERS_MAX).contains(&text.chars().count());
+        Invalid::unless(stop.iter().all(is_stop), "stop", "texts of 1 to 1024 characters")?;
         let most = state.settings.max_tokens.unwrap_or(usize::MAX);
         Ok(Request {
             prompt: Vec::new(),

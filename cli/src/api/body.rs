@@ -1,16 +1,24 @@
 //! A request's body as one of the API's types; what is wrong with it is told by its path.
 
 use std::error::Error;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
-use axum::body::{Body, to_bytes};
+use axum::body::{Body, Bytes, HttpBody, to_bytes};
 use axum::extract::{FromRequest, Request};
-use axum::http::{HeaderMap, HeaderName, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::middleware::Next;
+use axum::response::Response;
 use http_body_util::LengthLimitError;
+use hyper::body::{Frame, SizeHint};
 use serde::de::DeserializeOwned;
 
 use super::Shared;
 use super::errors::ApiError;
+use super::json::Json;
 
 /// How long a body may take to come.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -26,6 +34,49 @@ impl<T: DeserializeOwned> FromRequest<Shared> for JsonBody<T> {
         check(request.headers(), bytes_max)?;
         let bytes = read(request.into_body(), bytes_max).await?;
         Ok(JsonBody(parse(&bytes)?))
+    }
+}
+
+/// Says that the connection ends where an answer was made before the body was there: what comes of it would be taken for
+/// another request (RFC 9112, 9.3 and 9.6).
+pub async fn close_what_is_unread(request: Request, next: Next) -> Response {
+    let ended = Arc::new(AtomicBool::new(request.body().is_end_stream()));
+    let watched = ended.clone();
+    let request = request.map(|body| Body::new(Watched { body, ended: watched }));
+    let mut response = next.run(request).await;
+    if !ended.load(Ordering::Relaxed) {
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    response
+}
+
+/// A body that tells when it was read to its end.
+struct Watched {
+    body: Body,
+    ended: Arc<AtomicBool>,
+}
+
+impl HttpBody for Watched {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        if matches!(polled, Poll::Ready(None)) || self.body.is_end_stream() {
+            self.ended.store(true, Ordering::Relaxed);
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 
@@ -64,26 +115,22 @@ async fn read(body: Body, bytes_max: usize) -> Result<Vec<u8>, ApiError> {
     }
 }
 
-/// JSON as `T`.
+/// JSON as `T`. It is made on the thread that talks to the client: never more of it at once than there are such threads.
 fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
-    let mut json = serde_json::Deserializer::from_slice(bytes);
-    let parsed = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+    let value = serde_json::from_slice(bytes)
+        .map_err(|error| ApiError::not_json(format!("the body is not valid JSON: {error}")))?;
+    serde_path_to_error::deserialize(Json(value)).map_err(|error| {
         let path = error.path().to_string();
         let message = error.inner().to_string();
-        if error.inner().is_syntax() || error.inner().is_eof() {
-            return ApiError::not_json(format!("the body is not valid JSON: {message}"));
-        }
         if message.starts_with("unknown field") {
             return ApiError::unknown_field(path);
         }
         let param = if path == "." { missing(&message).unwrap_or("body").to_owned() } else { path };
         ApiError::invalid(param.clone(), format!("{param}: {message}"))
-    })?;
-    json.end().map_err(|error| ApiError::not_json(format!("the body is not valid JSON: {error}")))?;
-    Ok(parsed)
+    })
 }
 
-/// The field of "missing field `messages` at line 1 column 2".
+/// The field of "missing field `messages`".
 fn missing(message: &str) -> Option<&str> {
     message.strip_prefix("missing field `")?.split_once('`').map(|(field, _)| field)
 }
@@ -97,14 +144,12 @@ mod tests {
     #[derive(Debug, Deserialize)]
     #[serde(deny_unknown_fields)]
     struct Outer {
-        #[expect(dead_code, reason = "only parsed")]
         items: Vec<Inner>,
     }
 
     #[derive(Debug, Deserialize)]
     #[serde(deny_unknown_fields)]
     struct Inner {
-        #[expect(dead_code, reason = "only parsed")]
         size: u32,
     }
 
@@ -136,12 +181,19 @@ mod tests {
         check(r#"{"items": [{"size": 1, "colour": 2}]}"#, "items[0].colour", "unknown_parameter");
         check(r#"{"items": [], "more": 1}"#, "more", "unknown_parameter");
         check(r#"{"items": [{}]}"#, "items[0]", "invalid_value");
+        check(r#"{"items": [[1]]}"#, "items[0]", "invalid_value");
+        check(r#"[[{"size": 1}]]"#, "body", "invalid_value");
+        check(r#"{"items": [{"size": 1.5}]}"#, "items[0].size", "invalid_value");
+        check(r#"{"items": [{"size": -1.0}]}"#, "items[0].size", "invalid_value");
+        check(r#"{"items": [{"size": 1e10}]}"#, "items[0].size", "invalid_value");
         check("{}", "items", "invalid_value");
         check("[]", "body", "invalid_value");
         check(r#"{"items": ["#, "body", "invalid_json");
         check(r#"{"items": []} x"#, "body", "invalid_json");
         check("\u{fffd}", "body", "invalid_json");
-        assert!(parse::<Outer>(b"{\"items\": [{\"size\": 3}]} \n").is_ok());
+        let sizes =
+            |body: &str| parse::<Outer>(body.as_bytes()).map(|outer| outer.items.iter().map(|i| i.size).sum::<u32>());
+        assert_eq!(sizes("{\"items\": [{\"size\": 3}, {\"size\": 4.0}, {\"size\": 5e1}]} \n").ok(), Some(57));
         assert!(parse::<Outer>(b"\xff").is_err());
     }
 }

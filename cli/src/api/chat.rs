@@ -31,13 +31,13 @@ pub struct ChatRequest {
     #[schema(min_items = 1)]
     pub messages: Vec<ChatMessage>,
     /// The older name of `max_completion_tokens`.
-    #[schema(minimum = 1)]
-    pub max_tokens: Option<usize>,
+    #[schema(minimum = 1, maximum = 2_147_483_647)]
+    pub max_tokens: Option<u32>,
     /// Tokens of an answer at most; as many as the context holds unless said otherwise.
-    #[schema(minimum = 1)]
-    pub max_completion_tokens: Option<usize>,
+    #[schema(minimum = 1, maximum = 2_147_483_647)]
+    pub max_completion_tokens: Option<u32>,
     /// Randomness: 0 always takes the likeliest token.
-    #[schema(minimum = 0)]
+    #[schema(minimum = 0, maximum = 100)]
     pub temperature: Option<f32>,
     /// Choose among the likeliest tokens that together reach this probability.
     #[schema(minimum = 1e-6, maximum = 1)]
@@ -48,11 +48,13 @@ pub struct ChatRequest {
     #[schema(minimum = 0, maximum = 1)]
     pub min_p: Option<f32>,
     /// Subtracted once from the logits of tokens already answered.
+    #[schema(minimum = -100, maximum = 100)]
     pub presence_penalty: Option<f32>,
     /// Subtracted from the logits of tokens already answered, for each time.
+    #[schema(minimum = -100, maximum = 100)]
     pub frequency_penalty: Option<f32>,
     /// Ours: divides the logits of tokens already seen.
-    #[schema(minimum = 1e-6)]
+    #[schema(minimum = 1e-6, maximum = 100)]
     pub repetition_penalty: Option<f32>,
     /// Added to the logits of tokens, by id.
     #[schema(schema_with = schemas::logit_bias)]
@@ -98,6 +100,20 @@ pub struct ChatRequest {
     /// Not supported.
     #[schema(schema_with = schemas::null)]
     pub web_search_options: Option<Value>,
+    /// Not supported.
+    #[schema(schema_with = schemas::null)]
+    pub moderation: Option<Value>,
+    /// Not supported: the older form of `tools`.
+    #[schema(schema_with = schemas::null)]
+    pub functions: Option<Value>,
+    /// Not supported: the older form of `tool_choice`.
+    #[schema(schema_with = schemas::null)]
+    pub function_call: Option<Value>,
+    /// Not supported.
+    #[schema(schema_with = schemas::null)]
+    pub verbosity: Option<Value>,
+    /// For the chat template, as if it were in `chat_template_kwargs`.
+    pub reasoning_effort: Option<String>,
     /// Taken and not used, as the fields below.
     #[expect(dead_code, reason = "taken and not used")]
     pub user: Option<Value>,
@@ -111,6 +127,10 @@ pub struct ChatRequest {
     pub safety_identifier: Option<Value>,
     #[expect(dead_code, reason = "taken and not used")]
     pub prompt_cache_key: Option<Value>,
+    #[expect(dead_code, reason = "taken and not used")]
+    pub prompt_cache_options: Option<Value>,
+    #[expect(dead_code, reason = "taken and not used")]
+    pub prompt_cache_retention: Option<Value>,
     #[expect(dead_code, reason = "taken and not used")]
     pub parallel_tool_calls: Option<Value>,
 }
@@ -137,6 +157,10 @@ impl ChatRequest {
             ("audio", self.audio.as_ref()),
             ("prediction", self.prediction.as_ref()),
             ("web_search_options", self.web_search_options.as_ref()),
+            ("moderation", self.moderation.as_ref()),
+            ("functions", self.functions.as_ref()),
+            ("function_call", self.function_call.as_ref()),
+            ("verbosity", self.verbosity.as_ref()),
         ];
         if let Some((field, _)) = fields.iter().find(|(_, value)| value.is_some()) {
             return Err(ApiError::unsupported(*field, format!("{field} is not supported by this server")));
@@ -167,12 +191,21 @@ impl ChatRequest {
             },
             n: self.n,
             max_tokens: match self.max_completion_tokens {
-                Some(most) => ("max_completion_tokens", Some(most)),
-                None => ("max_tokens", self.max_tokens),
+                Some(most) => ("max_completion_tokens", Some(most as usize)),
+                None => ("max_tokens", self.max_tokens.map(|most| most as usize)),
             },
             max_tokens_default: None,
             stop: self.stop.as_ref(),
         })
+    }
+
+    /// More variables for the chat template.
+    fn template_variables(&self) -> Map<String, Value> {
+        let mut variables = self.chat_template_kwargs.clone().unwrap_or_default();
+        if let Some(effort) = &self.reasoning_effort {
+            variables.insert("reasoning_effort".to_owned(), effort.as_str().into());
+        }
+        variables
     }
 
     fn is_streamed(&self) -> Result<bool, ApiError> {
@@ -279,10 +312,11 @@ pub async fn chat(
     let is_streamed = request.is_streamed()?;
     let wanted = request.wanted()?.request(&state)?;
     let messages = conversation(&request.messages, "messages")?;
-    let extra = request.chat_template_kwargs.clone().unwrap_or_default();
+    let extra = request.template_variables();
     let encode = move |state: &Shared| state.prompts.chat(&messages, &extra);
     let prompt = state.encode("messages", &name, encode).await?;
-    let asked = Asked::ask(&state, vec![pp_engine::head::Request { prompt, ..wanted }], &name).await?;
+    let asked = Asked::ask(&state, vec![pp_engine::head::Request { prompt, ..wanted }], &name).await;
+    let asked = asked.map_err(|error| error.about_prompt("messages"))?;
     let has_logprobs = request.logprobs == Some(true);
     let include_usage = request.stream_options.and_then(|options| options.include_usage) == Some(true);
     let chunks =

@@ -35,10 +35,10 @@ pub struct CompletionRequest {
     #[schema(schema_with = schemas::prompt)]
     pub prompt: Prompt,
     /// Tokens of an answer at most; 16 unless said otherwise.
-    #[schema(minimum = 1)]
-    pub max_tokens: Option<usize>,
+    #[schema(minimum = 1, maximum = 2_147_483_647)]
+    pub max_tokens: Option<u32>,
     /// Randomness: 0 always takes the likeliest token.
-    #[schema(minimum = 0)]
+    #[schema(minimum = 0, maximum = 100)]
     pub temperature: Option<f32>,
     /// Choose among the likeliest tokens that together reach this probability.
     #[schema(minimum = 1e-6, maximum = 1)]
@@ -49,11 +49,13 @@ pub struct CompletionRequest {
     #[schema(minimum = 0, maximum = 1)]
     pub min_p: Option<f32>,
     /// Subtracted once from the logits of tokens already answered.
+    #[schema(minimum = -100, maximum = 100)]
     pub presence_penalty: Option<f32>,
     /// Subtracted from the logits of tokens already answered, for each time.
+    #[schema(minimum = -100, maximum = 100)]
     pub frequency_penalty: Option<f32>,
     /// Ours: divides the logits of tokens already seen.
-    #[schema(minimum = 1e-6)]
+    #[schema(minimum = 1e-6, maximum = 100)]
     pub repetition_penalty: Option<f32>,
     /// Added to the logits of tokens, by id.
     #[schema(schema_with = schemas::logit_bias)]
@@ -155,7 +157,7 @@ impl CompletionRequest {
                 candidates,
             },
             n: self.n,
-            max_tokens: ("max_tokens", self.max_tokens),
+            max_tokens: ("max_tokens", self.max_tokens.map(|most| most as usize)),
             max_tokens_default: Some(MAX_TOKENS),
             stop: self.stop.as_ref(),
         })

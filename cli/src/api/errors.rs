@@ -178,6 +178,13 @@ impl From<ServiceError> for ApiError {
 }
 
 fn refused_for_good(refused: &Refused, message: String) -> ApiError {
+    let message = match refused {
+        // Programs look for these words.
+        Refused::PromptTooLong { tokens, context } => {
+            format!("This model's maximum context length is {context} tokens, and the prompt has {tokens}: shorten it")
+        }
+        _ => message,
+    };
     let (param, code) = match refused {
         Refused::PromptTooLong { .. } | Refused::NeverFits { .. } => ("messages", "context_length_exceeded"),
         Refused::TooManyChoices { .. } => ("n", "invalid_value"),

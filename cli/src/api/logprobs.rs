@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use pp_engine::head::Token;
 use pp_engine::tokenizer::Tokenizer;
-use serde::Serialize;
-use serde_json::{Map, Value};
+use serde::{Serialize, Serializer};
 use utoipa::ToSchema;
 
 /// Of a token that is not among those that are known.
@@ -139,13 +138,24 @@ impl ChatLogprobs {
     }
 }
 
+/// Texts with their log-probabilities, likeliest first: a map in JSON.
+#[derive(Clone, Debug, Default)]
+pub struct Ranking(Vec<(String, f32)>);
+
+impl Serialize for Ranking {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(text, logprob)| (text, logprob)))
+    }
+}
+
 /// Of the completions API: lists of equal length.
 #[derive(Clone, Debug, Default, Serialize, ToSchema)]
 pub struct CompletionLogprobs {
     pub tokens: Vec<String>,
     pub token_logprobs: Vec<f32>,
     /// For each token the likeliest in its place, and the token itself.
-    pub top_logprobs: Vec<Map<String, Value>>,
+    #[schema(value_type = Vec<HashMap<String, f32>>)]
+    pub top_logprobs: Vec<Ranking>,
     /// Where each begins in the text, in characters.
     pub text_offset: Vec<usize>,
 }
@@ -157,10 +167,12 @@ impl CompletionLogprobs {
             let (text, logprob) = (spelt(tokenizer, token.id).0, finite(token.logprob));
             let candidates =
                 token.candidates.iter().map(|(id, logprob)| (spelt(tokenizer, *id).0, finite(Some(*logprob))));
-            let mut top = Map::new();
+            let mut top = Ranking::default();
             for (text, logprob) in candidates.chain([(text.clone(), logprob)]) {
                 // Tokens that are not whole characters may look alike: the likeliest counts.
-                top.entry(text).or_insert(logprob.into());
+                if !top.0.iter().any(|(known, _)| *known == text) {
+                    top.0.push((text, logprob));
+                }
             }
             all.tokens.push(text);
             all.token_logprobs.push(logprob);

@@ -60,7 +60,7 @@ pub async fn show(Given(state): Given<Shared>) -> Result<Json<Pipeline>, ApiErro
 /// `spans` of [began, ended, group, tokens, sequences, step] and `idle` of [from, until, cause]. It replaces what was
 /// said of the time after `from`.
 #[utoipa::path(get, path = "/v1/pipeline/events", tag = "Watching", security(("key" = [])), responses(
-    (status = 200, description = "Events, for as long as somebody listens", content_type = "text/event-stream", body = String),
+    (status = 200, description = "Events, for as long as somebody listens", content_type = "text/event-stream", body = Object),
     (status = 401, description = "The key is missing or wrong", body = ErrorBody),
     (status = 429, description = "Too many watch already", body = ErrorBody),
 ))]

@@ -4,15 +4,14 @@ use serde_json::Value;
 use utoipa::openapi::schema::{AdditionalProperties, Array, ArrayBuilder, ObjectBuilder, OneOfBuilder, Schema, Type};
 use utoipa::openapi::{Object, RefOr};
 
-use super::answers::{STOP_BYTES_MAX, STOPS_MAX};
+use super::answers::{STOP_CHARACTERS_MAX, STOPS_MAX};
 use super::completions::PROMPTS_MAX;
 use crate::requests::choosing::BIASES_MAX;
 
 /// `stop`: null, a text, or several.
 pub fn stop() -> Schema {
-    // Lengths are of characters here, and of bytes where they are checked: none has more than four.
     let text =
-        || ObjectBuilder::new().schema_type(Type::String).min_length(Some(1)).max_length(Some(STOP_BYTES_MAX / 4));
+        || ObjectBuilder::new().schema_type(Type::String).min_length(Some(1)).max_length(Some(STOP_CHARACTERS_MAX));
     OneOfBuilder::new().item(null()).item(text()).item(list(text().into(), 0, STOPS_MAX)).build().into()
 }
 

@@ -21,7 +21,7 @@ use tower::ServiceExt;
 const HEAD_PATIENCE: Duration = Duration::from_secs(30);
 /// How long a client may take nothing of what is sent to it.
 const WRITE_PATIENCE: Duration = Duration::from_secs(30);
-/// Bytes of a request's head at most, and headers.
+/// Bytes of a request's head that are waited for, and headers at most. A head that comes at once may have some more.
 const HEAD_BYTES_MAX: usize = 64 << 10;
 const HEADERS_MAX: usize = 100;
 /// How long nothing is accepted when the system gives no more connections.

@@ -7,6 +7,10 @@ use serde_json::{Map, Value};
 
 /// Tokens that a bias may be given for.
 pub const BIASES_MAX: usize = 4096;
+/// The largest temperature and penalties: beyond it nothing changes any more.
+const MOST: f32 = 100.0;
+/// The smallest `top_p` and `repetition_penalty`: 0 means nothing.
+const LEAST: f32 = 1e-6;
 /// Most candidates that the last stage returns with a token.
 pub const LOGPROBS_MAX: u32 = 64;
 
@@ -31,7 +35,7 @@ impl Invalid {
     }
 }
 
-/// `temperature: expected 0 or more`
+/// `temperature: expected 0 to 100`
 impl fmt::Display for Invalid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.param, self.message)
@@ -58,12 +62,14 @@ pub fn check(sampling: &Sampling) -> Result<(), OutOfRange> {
     let range = |name, value: f32, ok: bool, expected| {
         if ok && value.is_finite() { Ok(()) } else { Err(OutOfRange { name, value, expected }) }
     };
-    range("temperature", s.temperature, s.temperature >= 0.0, "0 or more")?;
-    range("top_p", s.top_p, s.top_p > 0.0 && s.top_p <= 1.0, "more than 0 and at most 1")?;
+    range("temperature", s.temperature, (0.0..=MOST).contains(&s.temperature), "0 to 100")?;
+    range("top_p", s.top_p, (LEAST..=1.0).contains(&s.top_p), "0.000001 to 1")?;
     range("min_p", s.min_p, (0.0..=1.0).contains(&s.min_p), "0 to 1")?;
-    range("repetition_penalty", s.repetition_penalty, s.repetition_penalty > 0.0, "more than 0")?;
-    range("presence_penalty", s.presence_penalty, true, "a number")?;
-    range("frequency_penalty", s.frequency_penalty, true, "a number")
+    let repetition = (LEAST..=MOST).contains(&s.repetition_penalty);
+    range("repetition_penalty", s.repetition_penalty, repetition, "0.000001 to 100")?;
+    let penalty = -MOST..=MOST;
+    range("presence_penalty", s.presence_penalty, penalty.contains(&s.presence_penalty), "-100 to 100")?;
+    range("frequency_penalty", s.frequency_penalty, penalty.contains(&s.frequency_penalty), "-100 to 100")
 }
 
 /// What a request says of it; the rest is as elsewhere.
@@ -103,6 +109,7 @@ impl Choosing<'_> {
         };
         let invalid = |range: OutOfRange| Invalid::new(range.name, format!("expected {}", range.expected));
         check(&sampling).map_err(invalid)?;
+        Invalid::unless(sampling.top_k <= i32::MAX as u32, "top_k", "0 to 2147483647")?;
         Invalid::unless(sampling.candidates <= LOGPROBS_MAX, "logprobs", "0 to 64")?;
         Ok(sampling)
     }

@@ -15,6 +15,7 @@ const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 #[serde(deny_unknown_fields)]
 pub struct ChatMessage {
     /// Who speaks: `system` or `developer`, `user`, `assistant`, `tool`.
+    #[schema(pattern = "^(system|developer|user|assistant|tool)$")]
     pub role: String,
     /// What is said.
     #[serde(default)]
@@ -44,9 +45,11 @@ pub enum Content {
 pub struct Part {
     /// `text`; others are refused.
     #[serde(rename = "type")]
+    #[schema(pattern = "^text$")]
     kind: String,
     /// The text.
     #[serde(default)]
+    #[schema(value_type = String, required)]
     text: Option<String>,
     #[serde(flatten)]
     #[schema(ignore)]

@@ -90,10 +90,10 @@ fn sampling_is_as_typed_else_as_declared_else_greedy() {
 #[test]
 fn sampling_out_of_range_is_refused() {
     for (line, wanted) in [
-        (&["-t", "-1"][..], "--temperature -1: expected 0 or more"),
+        (&["-t", "-1"][..], "--temperature -1: expected 0 to 100"),
         (&["-t", "nan"], "--temperature NaN"),
         (&["-t", "inf"], "--temperature inf"),
-        (&["--top-p", "0"], "--top-p 0: expected more than 0"),
+        (&["--top-p", "0"], "--top-p 0: expected 0.000001 to 1"),
         (&["--top-p", "1.1"], "--top-p 1.1"),
         (&["--min-p", "-0.1"], "--min-p -0.1: expected 0 to 1"),
         (&["--repeat-penalty", "0"], "--repeat-penalty 0"),

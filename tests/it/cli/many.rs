@@ -124,7 +124,7 @@ fn a_bad_line_is_an_error_and_the_others_run() {
     };
     check(1, "EOF");
     check(2, "temprature");
-    check(3, "temperature: expected 0 or more");
+    check(3, "temperature: expected 0 to 100");
     check(4, "the context holds 64");
     check(6, "prompt or messages are missing");
     assert_eq!(answers[3]["id"], "x");
@@ -300,8 +300,9 @@ fn sizes_of_the_pipe_out_of_range() {
     }
     refused(&["bench", "-m", &m, "--concurrency", "0"], &["--concurrency 0: expected 1 to"]);
     refused(&["bench", "-m", &m, "--concurrency", "2,9999"], &["--concurrency 9999: expected 1 to"]);
-    let most = u64::MAX.to_string();
-    refused(&["bench", "-m", &m, "--concurrency", "1", "--gen-tokens", &most], &["do not fit the context of 256"]);
+    let bench = ["bench", "-m", &m, "--concurrency", "1", "--gen-tokens"];
+    refused(&[&bench[..], &["1048576"]].concat(), &["do not fit the context of 256"]);
+    refused(&[&bench[..], &[&u64::MAX.to_string()]].concat(), &["--gen-tokens", "1 to 1048576"]);
     refused(&["bench", "-m", &m, "--live"], &["--live", "--concurrency"]);
     assert!(!files.path("answers.jsonl").exists());
     // As many pages as one request can fill are enough.
