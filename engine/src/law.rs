@@ -164,17 +164,6 @@ impl Ring<'_> {
     }
 }
 
-/// The number of groups, 1 to `sequences`, in which `sequences` that decode get through the ring soonest.
-///
-/// Every group reads the weights again, and fewer groups than M* leave stages idle. Of equally good numbers the
-/// smallest. `back` is the way from the tail over the head to the first stage.
-pub fn best_groups(sequences: usize, stages: &[StageCost], hops: &[HopCost], back: HopCost) -> usize {
-    let ring = Ring { stages, hops, back, sampling: 0.0, shares: &[] };
-    let rounds = (1..=sequences).map(|groups| (groups, ring.round_of(sequences, groups)));
-    let best = rounds.reduce(|best, next| if next.1 < best.1 * (1.0 - 1e-9) { next } else { best });
-    best.map_or(1, |(groups, _)| groups)
-}
-
 /// S(B) = P(α + βB)/(Pα + βB): how much faster P equal stages are than one device that holds all, with B tokens in
 /// P micro-batches and no hops. 1 while reading weights binds, P when computing does.
 pub fn speedup(alpha: f64, beta: f64, stages: usize, tokens: f64) -> f64 {

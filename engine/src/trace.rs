@@ -10,7 +10,7 @@ mod simulated;
 pub mod summary;
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -139,6 +139,8 @@ pub struct Trace {
     pub states: Vec<HeadInterval>,
     /// Micro-batches that were forgotten.
     pub dropped: u64,
+    /// What stages take from each other.
+    pub shares: Vec<Share>,
 }
 
 /// Spans before and after one that may overlap with it.
@@ -206,6 +208,7 @@ pub struct Recorder {
     stages: Vec<StageRing>,
     head: Mutex<Ring<HeadSpan>>,
     states: Mutex<Ring<HeadInterval>>,
+    shares: OnceLock<Vec<Share>>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -220,6 +223,7 @@ impl Recorder {
             stages: stages.into_iter().map(|(device, layers)| (device, layers, Mutex::default())).collect(),
             head: Mutex::default(),
             states: Mutex::default(),
+            shares: OnceLock::new(),
         })
     }
 
@@ -241,6 +245,11 @@ impl Recorder {
             Some(after) => nanos(after),
             None => -nanos(self.origin.duration_since(instant)),
         }
+    }
+
+    /// What stages take from each other; said once.
+    pub fn shared(&self, shares: &[Share]) {
+        self.shares.get_or_init(|| shares.to_vec());
     }
 
     /// Which clock a stage's device is timed by; the host's unless told otherwise.
@@ -376,6 +385,7 @@ impl Recorder {
             head: head.latest(|span| span.sampled == 0 || span.sampled >= from),
             states: locked(&self.states).latest(|state| state.to >= from),
             dropped: dropped + head.dropped,
+            shares: self.shares.get().cloned().unwrap_or_default(),
         }
     }
 }

@@ -36,6 +36,8 @@ fn document(has_key: bool) -> Value {
         document.components.get_or_insert_default().add_security_scheme("key", key);
     }
     let mut document = serde_json::to_value(document).expect("plain data always has a JSON form");
+    // What else is in a part is told by a reason of its own, for which its type takes everything.
+    document["components"]["schemas"]["Part"]["additionalProperties"] = false.into();
     let paths = document["paths"].as_object_mut().into_iter().flat_map(|paths| paths.values_mut());
     for operation in paths.filter_map(Value::as_object_mut).flat_map(|path| path.values_mut()) {
         if !has_key && let Some(operation) = operation.as_object_mut() {

@@ -16,7 +16,7 @@ pub struct Use {
 }
 
 /// Stages that take of the same: while Σw of those that compute is more than there is, all slow down alike.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Share {
     /// C: how much there is.
     pub capacity: f64,
@@ -40,6 +40,12 @@ impl Share {
             left >= 0.0
         };
         weights.iter().take_while(fits).count().max(1)
+    }
+
+    /// Whether it is about some of so many stages, in amounts that are some.
+    pub fn is_of(&self, stages: usize) -> bool {
+        let is_some = |amount: f64| amount.is_finite() && amount > 0.0;
+        is_some(self.capacity) && self.stages.iter().all(|(stage, weight)| *stage < stages && is_some(*weight))
     }
 
     /// How many times longer everything takes while the stages compute for which `busy`.

@@ -13,6 +13,14 @@ fn close(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-9 * a.abs().max(b.abs()).max(1e-12)
 }
 
+/// The number of groups whose rounds the law finds shortest; of equally good ones the smallest.
+fn best_groups(sequences: usize, stages: &[StageCost], hops: &[HopCost], back: HopCost) -> usize {
+    let ring = Ring { stages, hops, back, sampling: 0.0, shares: &[] };
+    let rounds = (1..=sequences).map(|groups| (groups, ring.round_of(sequences, groups)));
+    let best = rounds.reduce(|best, next| if next.1 < best.1 * (1.0 - 1e-9) { next } else { best });
+    best.map_or(1, |(groups, _)| groups)
+}
+
 /// The end of a job whose micro-batch m takes `times(m, i)` on stage i: nobody begins before the work is there and the
 /// one before is done. Hops are lines of their own.
 fn simulated(

@@ -128,8 +128,10 @@ impl Pipeline {
         opening.prove(to_first.as_mut(), from_tail.as_mut(), cancel)?;
         let now = Instant::now();
         let uses: Vec<_> = devices.iter().map(Device::uses).collect();
+        let shares = shares(uses.iter().map(Vec::as_slice));
+        recorder.shared(&shares);
         Ok(Pipeline {
-            shares: shares(uses.iter().map(Vec::as_slice)),
+            shares,
             seen: vec![(0, now); opening.stages.len()],
             stages: opening.stages,
             reports,

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::causes::{Cause, causes};
 use super::{HeadInterval, HeadSpan, HeadState, Nanos, StageSpan, StageTrace, Timestamps, Trace};
+use crate::law::Share;
 
 pub use read::{ReadError, read};
 
@@ -29,6 +30,9 @@ struct Header {
     version: u64,
     dropped: u64,
     stages: Vec<StageHeader>,
+    /// Older files do not say.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    shares: Vec<Share>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -122,6 +126,7 @@ pub fn write(trace: &Trace, out: impl Write) -> io::Result<()> {
                 timestamps: *timestamps,
             })
             .collect(),
+        shares: trace.shares.clone(),
     };
     write!(file.out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":")?;
     serde_json::to_writer(&mut file.out, &header)?;

@@ -219,6 +219,7 @@ prop_compose! {
             head: head.iter().map(span).collect(),
             states: states.into_iter().map(|(s, from, to)| HeadInterval { state: [Working, Waiting, KvWait, Idle][s], from, to }).collect(),
             dropped: 0,
+            shares: Vec::new(),
         }
     }
 }

@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 
 use super::causes::{self, Cause, Life, StageCauses, Window};
 use super::{HeadSpan, HeadState, Nanos, StageSpan, StageTrace, Trace};
-use crate::law::{self, Fit, HopCost, Ring, StageCost};
+use crate::law::{self, Fit, HopCost, Ring, Share, StageCost};
 
 pub use actions::{Action, ActionKind, time};
 
@@ -77,6 +77,8 @@ pub struct StageSummary {
     pub shares: Shares,
     /// t: of a micro-batch on the device, on average.
     pub step_seconds: f64,
+    /// The same without the company that it had on what it computes on.
+    pub alone_seconds: f64,
     /// α, as fitted.
     pub alpha: f64,
     /// β, as fitted: a token.
@@ -138,7 +140,11 @@ impl Summary {
             .stages
             .iter()
             .zip(causes::causes_within(trace, window))
-            .map(|(stage, causes)| StageSummary::new(stage, &causes, inside))
+            .enumerate()
+            .map(|(index, (stage, causes))| {
+                let spans: Vec<&StageSpan> = stage.spans.iter().filter(|span| inside(span.finished)).collect();
+                StageSummary::new(stage, &causes, &spans, |span| alone(trace, index, span))
+            })
             .collect();
         let lives = causes::lives(&trace.head);
         let tokens = |count: fn(&HeadSpan) -> u32| answered.iter().map(|head| u64::from(count(head))).sum::<u64>();
@@ -166,7 +172,7 @@ impl Summary {
             dropped: trace.dropped,
             stages,
         };
-        let measured = Measured::new(&summary, &answered);
+        let measured = Measured::new(&summary, &answered, &trace.shares);
         let filling =
             if window.from <= whole.from && window.to >= whole.to { measured.filling(&lives, window) } else { 0.0 };
         summary.law = measured.law(&summary, &alive(&lives, window), filling);
@@ -176,12 +182,17 @@ impl Summary {
 }
 
 impl StageSummary {
-    fn new(stage: &StageTrace, causes: &StageCauses, inside: impl Fn(Nanos) -> bool) -> StageSummary {
-        let spans: Vec<&StageSpan> = stage.spans.iter().filter(|span| inside(span.finished)).collect();
-        let seconds = |span: &StageSpan| span.finished.saturating_sub(span.started) as f64 * 1e-9;
+    /// `alone` is how long a span would have taken with nobody else on what it computes on.
+    fn new(
+        stage: &StageTrace,
+        causes: &StageCauses,
+        spans: &[&StageSpan],
+        alone: impl Fn(&StageSpan) -> f64,
+    ) -> StageSummary {
         let mut fit = Fit::default();
-        for span in &spans {
-            fit.add(span.tokens as usize, 0.0, seconds(span));
+        let alone: Vec<f64> = spans.iter().map(|span| alone(span)).collect();
+        for (span, seconds) in spans.iter().zip(&alone) {
+            fit.add(span.tokens as usize, 0.0, *seconds);
         }
         let StageCost { alpha, beta, .. } = fit.cost();
         StageSummary {
@@ -191,6 +202,7 @@ impl StageSummary {
             tokens: spans.iter().map(|span| u64::from(span.tokens)).sum(),
             shares: Shares::new(causes),
             step_seconds: mean(spans.iter().map(|span| seconds(span))),
+            alone_seconds: mean(alone.into_iter()),
             alpha,
             beta,
             fitted: fit.is_determined(),
@@ -202,31 +214,55 @@ impl StageSummary {
     }
 }
 
+/// Seconds that a micro-batch was on a device.
+fn seconds(span: &StageSpan) -> f64 {
+    span.finished.saturating_sub(span.started) as f64 * 1e-9
+}
+
+/// [`seconds`] as they would have been had nobody else computed on the same.
+fn alone(trace: &Trace, stage: usize, span: &StageSpan) -> f64 {
+    if trace.shares.is_empty() {
+        return seconds(span);
+    }
+    // Runs of a stage do not overlap.
+    let beside = |other: &StageTrace| {
+        let first = other.spans.partition_point(|other| other.finished <= span.started);
+        let beside = other.spans[first..].iter().take_while(|other| other.started < span.finished);
+        beside.map(|other| (other.started, other.finished)).collect()
+    };
+    let busy: Vec<Vec<(Nanos, Nanos)>> = trace.stages.iter().map(beside).collect();
+    law::alone_seconds(stage, (span.started, span.finished), &busy, &trace.shares)
+}
+
 /// The ring with the times that were measured; a micro-batch is one token to it.
 #[derive(Debug)]
 struct Measured {
     stages: Vec<StageCost>,
+    /// The same, each without the others, and what they take from each other.
+    alone: Vec<StageCost>,
+    shares: Vec<Share>,
     hops: Vec<HopCost>,
     back: HopCost,
     sampling: f64,
 }
 
 impl Measured {
-    fn new(summary: &Summary, answered: &[&HeadSpan]) -> Measured {
-        let seconds = |from: Nanos, to: Nanos| to.saturating_sub(from) as f64 * 1e-9;
-        let form = answered.iter().map(|head| seconds(head.formed, head.sent)).collect();
+    fn new(summary: &Summary, answered: &[&HeadSpan], shares: &[Share]) -> Measured {
+        let between = |from: Nanos, to: Nanos| to.saturating_sub(from) as f64 * 1e-9;
+        let form = answered.iter().map(|head| between(head.formed, head.sent)).collect();
         let draw =
-            answered.iter().filter(|head| head.sampled > 0).map(|head| seconds(head.answered, head.sampled)).collect();
+            answered.iter().filter(|head| head.sampled > 0).map(|head| between(head.answered, head.sampled)).collect();
         let working = summary.head_working * summary.seconds;
         let hop = |latency: f64| HopCost { latency, seconds_per_token: 0.0 };
         let last = summary.hop_seconds.len() - 1;
         let back = summary.hop_seconds[0] + if last == 0 { 0.0 } else { summary.hop_seconds[last] };
+        let costs = |seconds: fn(&StageSummary) -> f64| {
+            summary.stages.iter().map(|stage| StageCost { alpha: seconds(stage), ..StageCost::default() }).collect()
+        };
         Measured {
-            stages: summary
-                .stages
-                .iter()
-                .map(|stage| StageCost { alpha: stage.step_seconds, ..StageCost::default() })
-                .collect(),
+            stages: costs(|stage| stage.step_seconds),
+            alone: costs(|stage| stage.alone_seconds),
+            shares: shares.to_vec(),
             hops: summary.hop_seconds.get(1..last).unwrap_or_default().iter().copied().map(hop).collect(),
             back: hop(back),
             // An answer may wait for the head, and the head for a hop: neither is its work.
@@ -236,6 +272,11 @@ impl Measured {
 
     fn ring(&self) -> Ring<'_> {
         Ring { stages: &self.stages, hops: &self.hops, back: self.back, sampling: self.sampling, shares: &[] }
+    }
+
+    /// M*: of stages that take from each other fewer than of those that do not.
+    fn knee(&self) -> usize {
+        Ring { stages: &self.alone, shares: &self.shares, ..self.ring() }.knee(1.0)
     }
 
     fn law(&self, summary: &Summary, alive: &[Nanos], filling: f64) -> Law {
@@ -249,7 +290,7 @@ impl Measured {
             loop_seconds: ring.loop_seconds(1.0),
             pace_seconds: ring.pace(1.0),
             period_seconds: period(&ring, summary.groups),
-            knee: ring.knee(1.0),
+            knee: self.knee(),
             busy,
             bottleneck_busy: ratio(busy * times().fold(0.0, f64::max), mean(times())).min(1.0),
             speedup_max: known.then(|| law::ceiling(&costs, summary.groups as f64 * summary.batch)),

@@ -209,7 +209,7 @@ fn a_small_trace_by_hand() {
             state(HeadState::Working, 43, 45),
             state(HeadState::Waiting, 45, 75),
         ],
-        dropped: 0,
+        ..Trace::default()
     };
     let told: Vec<Vec<(Cause, Nanos, Nanos)>> =
         causes(&trace).iter().map(|stage| stage.intervals.iter().map(|i| (i.cause, i.from, i.to)).collect()).collect();

@@ -168,6 +168,10 @@ impl Reader {
             spans: Vec::new(),
         };
         self.trace.stages = header.stages.into_iter().map(stage).collect();
+        if header.shares.len() > STAGES_MAX || !header.shares.iter().all(|share| share.is_of(self.trace.stages.len())) {
+            return Err(Fault::NotOurs("`otherData.shares` is not about its stages".to_owned()));
+        }
+        self.trace.shares = header.shares;
         self.trace.dropped = header.dropped;
         self.header = true;
         Ok(())

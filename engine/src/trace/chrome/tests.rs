@@ -14,6 +14,7 @@ fn small() -> Trace {
     let mut trace = setup.run(&ring(2, 4, 3));
     trace.stages[1].device = "a \"card\" <&> ☃".to_owned();
     trace.dropped = 7;
+    trace.shares = vec![Share { capacity: 2.0, stages: vec![(0, 1.5), (2, 0.1)] }];
     trace
 }
 
@@ -132,6 +133,12 @@ fn other_files_are_refused_with_what_and_where() {
     check(&header(FORMAT, 2, 1), "is a trace of version 2, and this program reads version 1");
     check(&header(FORMAT, 1, 257), "has more than 256 stages");
     check(&header(FORMAT, 1, 2), "is not the JSON of a trace: line 1, column 147: EOF while parsing a list");
+    for share in
+        [r#"{"capacity":2,"stages":[[2,1]]}"#, r#"{"capacity":0,"stages":[]}"#, r#"{"capacity":1,"stages":[[0,-1]]}"#]
+    {
+        let header = header(FORMAT, 1, 2).replace("},\"traceEvents", &format!(",\"shares\":[{share}]}},\"traceEvents"));
+        check(&header, "is not a trace that pp-run wrote: `otherData.shares` is not about its stages");
+    }
     check(
         &file(r#"{"cat":"stage","args":{"stage":0,"step":1}}"#),
         "event 1 of `traceEvents`, counted from 1, has no `args.group`",
@@ -186,6 +193,7 @@ proptest! {
             head: stamps.iter().copied().map(head).collect(),
             states: stamps.iter().copied().map(interval).collect(),
             dropped,
+            shares: Vec::new(),
         };
         prop_assert_eq!(read(&written(&trace)[..]).expect("ours"), trace);
     }

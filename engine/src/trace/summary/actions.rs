@@ -5,7 +5,8 @@
 use serde::Serialize;
 
 use super::{Measured, Summary, mean, period, ratio};
-use crate::law::{HopCost, Ring, StageCost, best_groups};
+use crate::law::{HopCost, Ring, StageCost};
+use crate::schedule::cost::Costs;
 use crate::trace::causes::Cause;
 
 /// What gains less than this is not worth a word.
@@ -106,7 +107,7 @@ impl Case<'_> {
         let (m, knee, p) = (self.summary.groups.max(1), self.summary.law.knee, self.summary.stages.len());
         let (starved, kv_wait) = (self.share(Cause::Starved), self.share(Cause::KvWait));
         if m >= knee {
-            return self.at_times(starved, kv_wait);
+            return if self.is_taken() { None } else { self.at_times(starved, kv_wait) };
         }
         let gain = ratio(self.summary.law.period_seconds, period(&self.ring, knee));
         let fill = if knee == p { format!("P = {p}") } else { format!("M* = {knee}") };
@@ -124,6 +125,11 @@ impl Case<'_> {
         let requests = if more == 1 { "request" } else { "requests" };
         let words = format!("M = {m} < {fill}: {} more concurrent {requests} would fill the pipe", number(more));
         self.action(ActionKind::Requests, gain, words)
+    }
+
+    /// Whether what stages share is taken by fewer micro-batches than would fill stages of their own.
+    fn is_taken(&self) -> bool {
+        self.summary.law.knee < self.ring.knee(1.0)
     }
 
     /// Where the pipe is full for half of the time, and empty for a good part of it.
@@ -152,11 +158,17 @@ impl Case<'_> {
         if !(2 * m..SEQUENCES_MAX).contains(&sequences) || s.stages.iter().any(|stage| !stage.fitted) {
             return None;
         }
-        let costs: Vec<StageCost> = s.stages.iter().map(|stage| stage.cost()).collect();
-        let groups = best_groups(sequences, &costs, &self.measured.hops, self.measured.back);
-        let ring = Ring { stages: &costs, ..self.ring };
-        let round = |groups: usize| ring.round(groups as f64, sequences as f64 / groups as f64);
-        let gain = ratio(round(m), round(groups));
+        let stages: Vec<StageCost> = s.stages.iter().map(|stage| stage.cost()).collect();
+        // As the scheduler counts it.
+        let costs = Costs {
+            prompts: stages.clone(),
+            stages,
+            shares: self.measured.shares.clone(),
+            attended: 0.0,
+            overhead: s.hop_seconds.iter().sum::<f64>() + self.measured.sampling,
+        };
+        let groups = costs.best_groups(sequences);
+        let gain = ratio(costs.round(sequences, m), costs.round(sequences, groups));
         if groups <= m || gain < GAIN_MIN {
             return None;
         }
@@ -284,7 +296,14 @@ impl Case<'_> {
     fn full(&self) -> Action {
         let (s, stage) = (self.summary, self.summary.bottleneck);
         let alpha = ratio(s.stages[stage].alpha, s.stages[stage].cost().step(s.batch));
-        let mut words = if s.law.bottleneck_busy - s.bottleneck_busy > 0.1 {
+        let mut words = if self.is_taken() {
+            let many = if s.law.knee == 1 {
+                "one micro-batch".to_owned()
+            } else {
+                format!("{} micro-batches", number(s.law.knee))
+            };
+            format!("stages share what they compute on, and {many} at a time take all of it")
+        } else if s.law.bottleneck_busy - s.bottleneck_busy > 0.1 {
             format!("the law allows {} of stage {stage}; see where its time went", percent(s.law.bottleneck_busy))
         } else {
             format!("the pipe is full: stage {stage} is busy {} of the time", percent(s.bottleneck_busy))

@@ -118,6 +118,36 @@ fn sequences_that_could_be_more_groups() {
     check(&setup.run(&work), ActionKind::Groups, words);
 }
 
+/// Stages on the same cores: more micro-batches would only divide them.
+#[test]
+fn what_is_shared_is_not_filled_by_more() {
+    let mut setup = Setup::equal(4, 0);
+    setup.stages = vec![(MS, MS); 4];
+    let mut work = ring(2, 400, 8);
+    work[0] = Work { prefill: 64, ..Work::default() };
+    let mut trace = setup.run(&work);
+    let of = |capacity: f64| vec![Share { capacity, stages: (0..4).map(|stage| (stage, 1.0)).collect() }];
+    for (capacity, knee, words) in [
+        (1.0, 1, "stages share what they compute on, and one micro-batch at a time take all of it"),
+        (2.0, 2, "stages share what they compute on, and two micro-batches at a time take all of it"),
+    ] {
+        trace.shares = of(capacity);
+        let found = summary(&trace);
+        assert_eq!(found.law.knee, knee);
+        let first = &found.actions[0];
+        assert!(first.kind == ActionKind::None && first.words.starts_with(words), "{:#?}", found.actions);
+    }
+    // Enough for all: as if nothing was shared.
+    trace.shares = of(4.0);
+    let words = "the 16 sequences that run would go faster as 4 micro-batches than as 2";
+    let found = check(&trace, ActionKind::Groups, words);
+    assert!(near(found.stages[1].alone_seconds, found.stages[1].step_seconds, 1e-6));
+    // Two that are always at it together on what is enough for one took twice as long as alone.
+    trace.shares = of(1.0);
+    let found = summary(&trace);
+    assert!(near(found.stages[1].alone_seconds, found.stages[1].step_seconds / 2.0, 5.0), "{:?}", found.stages[1]);
+}
+
 #[test]
 fn too_few_pages() {
     let mut work = ring(2, 50, 1);
