@@ -168,6 +168,7 @@ impl RequestLine {
             stop: if self.stop.is_some() { self.stop_texts() } else { defaults.stop.clone() },
             stop_at_eos: true,
             deadline: self.deadline_seconds.map(Duration::from_secs_f64),
+            ..Request::default()
         })
     }
 

@@ -76,16 +76,20 @@ pub struct Message {
     pub role: String,
     /// What is said.
     pub content: String,
+    /// What else the template sees of it, such as `tool_calls`, `tool_call_id` and `name`.
+    pub extra: Map<String, Value>,
 }
 
 impl Message {
     /// A message.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into() }
+        Self { role: role.into(), content: content.into(), extra: Map::new() }
     }
 
     fn to_template(&self) -> minijinja::Value {
-        minijinja::Value::from_pairs([("role", self.role.as_str()), ("content", self.content.as_str())])
+        let own = [("role", self.role.as_str().into()), ("content", self.content.as_str().into())];
+        let extra = self.extra.iter().map(|(key, value)| (key.as_str(), json::to_template(value)));
+        minijinja::Value::from_pairs(own.into_iter().chain(extra))
     }
 }
 
@@ -217,7 +221,10 @@ impl Rendered {
     pub(crate) fn contents(&self) -> impl Iterator<Item = &str> {
         let mut contents = Vec::new();
         if let Some((_, messages, options)) = &self.again {
-            contents.extend(messages.iter().map(|message| message.content.as_str()));
+            for message in messages {
+                contents.push(message.content.as_str());
+                message.extra.values().for_each(|value| strings(value, &mut contents));
+            }
             options.tools.iter().chain(options.extra.values()).for_each(|value| strings(value, &mut contents));
         }
         contents.into_iter()
@@ -228,8 +235,11 @@ impl Rendered {
         let Some((template, messages, options)) = &self.again else {
             return Ok(self.text.clone());
         };
-        let messages: Vec<_> =
-            messages.iter().map(|message| Message::new(message.role.clone(), rewrite(&message.content))).collect();
+        let mut messages = messages.clone();
+        for message in &mut messages {
+            message.content = rewrite(&message.content);
+            message.extra.values_mut().for_each(|value| rewrite_strings(value, &rewrite));
+        }
         let mut options = options.clone();
         options.tools.iter_mut().chain(options.extra.values_mut()).for_each(|value| rewrite_strings(value, &rewrite));
         template.run(&messages, &options)

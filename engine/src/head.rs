@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
+use crate::constraint::{Constraint, Progress};
 use crate::message::{MessageError, Output, Outputs, Span, Step};
 use crate::pipeline::{Pipeline, PipelineError};
 use crate::sampler::{Draw, History, logprob, top_logprobs};
@@ -80,6 +81,7 @@ struct ChoiceState {
     ids: Vec<u32>,
     tokens: Vec<Token>,
     text: AnswerText,
+    constraint: Option<Progress>,
     first: Option<Instant>,
     last: Option<Instant>,
     done: bool,
@@ -230,7 +232,8 @@ impl Head {
         let state = || ChoiceState {
             ids: Vec::new(),
             tokens: Vec::new(),
-            text: AnswerText::new(self.tokenizer.clone(), &request.stop),
+            text: AnswerText::new(self.tokenizer.clone(), &request.stop, &request.shown_specials),
+            constraint: request.constraint.as_ref().map(Constraint::begin),
             first: None,
             last: None,
             done: false,
@@ -365,12 +368,13 @@ impl Head {
             step.ids.extend(&part.ids);
             if part.draws {
                 let row = step.ids.len() as u32 - 1;
-                let history = History { prompt: &running.request.prompt, answer: &running.choices[index as usize].ids };
+                let state = &running.choices[index as usize];
+                let history = History { prompt: &running.request.prompt, answer: &state.ids };
                 let sampling = &running.request.sampling;
                 step.outputs.push(if part.whole_row {
                     sampling.request_row(row)
                 } else {
-                    sampling.request(row, history, edits_max)
+                    sampling.request(row, history, edits_max, state.constraint.as_ref().map(Progress::allowed))
                 });
             }
             step.spans.push(Span {
@@ -482,7 +486,8 @@ impl Head {
         let state = &mut choices[choice.index as usize];
         let history = History { prompt: &request.prompt, answer: &state.ids };
         let position = request.prompt.len() + state.ids.len();
-        let id = match request.sampling.draw(output, vocab, history, choice.index, position as u32) {
+        let allowed = state.constraint.as_ref().map(Progress::allowed);
+        let id = match request.sampling.draw(output, vocab, history, choice.index, position as u32, allowed) {
             Draw::Token(id) => id,
             Draw::NeedsRow if output.row.is_none() => {
                 self.scheduler.needs_row(choice);
@@ -510,7 +515,7 @@ impl Head {
         } else if state.ids.len() >= request.max_tokens || position >= capacity {
             Some(FinishReason::Length)
         } else {
-            None
+            state.constraint.as_mut().and_then(|constraint| go_on(constraint, id))
         };
         self.scheduler.drawn(choice, id, reason.is_some());
         if let Some(reason) = reason {
@@ -607,6 +612,17 @@ impl Head {
 
 /// How long a turn of a blocking call waits for the pipe; answers and cancellation end it sooner.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Why an answer ends with a token, if its constraint says so.
+fn go_on(constraint: &mut Progress, id: u32) -> Option<FinishReason> {
+    match constraint.take(id) {
+        Ok(complete) => complete.then_some(FinishReason::Stop),
+        Err(error) => {
+            tracing::warn!("{error}");
+            Some(FinishReason::Constraint)
+        }
+    }
+}
 
 fn token(id: u32, output: &Output, candidates: u32) -> Token {
     Token { id, logprob: logprob(output, id), candidates: top_logprobs(output, candidates as usize) }

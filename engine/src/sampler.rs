@@ -3,14 +3,17 @@
 //! Order: bias, penalties, temperature, min-p, top-k, top-p. The tail of the pipeline does the first three and returns
 //! the best candidates with the log-sum-exp of all logits; the head does the rest. A draw that candidates cannot decide
 //! asks for the whole row, so the result is exact: that of the whole row, worked on here.
+//!
+//! Where only some tokens may come, the others count as if their logits were -inf before all of this.
 
 use std::cmp::Ordering;
 
 use pp_shaders::profile::TOP_K;
 use pp_shaders::reference::is_candidate;
 
-use crate::message::{LogitEdit, Output, OutputRequest};
+use crate::message::{Candidate, LogitEdit, Output, OutputRequest};
 use crate::random::{mix, unit};
+use crate::token_set::TokenSet;
 
 /// How a request wants its tokens chosen.
 #[derive(Clone, Debug, PartialEq)]
@@ -107,15 +110,25 @@ impl Sampling {
         ids.into_iter().map(edit).collect()
     }
 
-    /// What to ask of the tail for row `row`. Where there are more than `edits_max` edits, the head must do them.
-    pub fn request(&self, row: u32, history: History<'_>, edits_max: usize) -> OutputRequest {
-        let edits = self.edits(history);
+    /// What to ask of the tail for row `row`, where only `allowed` may come. Where there are more than `edits_max` edits,
+    /// the head must do them.
+    pub fn request(
+        &self,
+        row: u32,
+        history: History<'_>,
+        edits_max: usize,
+        allowed: Option<&TokenSet>,
+    ) -> OutputRequest {
+        let mut edits = self.edits(history);
         if edits.len() > edits_max {
             return self.request_row(row);
         }
+        if let Some(allowed) = allowed.filter(|allowed| allowed.len() + edits.len() <= edits_max.min(TOP_K as usize)) {
+            show(allowed, &mut edits);
+        }
         let top_k = match self.candidates {
-            0 if self.is_greedy() => 1,
-            wanted if self.is_greedy() && edits.is_empty() => wanted.min(TOP_K),
+            0 if self.is_greedy() && allowed.is_none() => 1,
+            wanted if self.is_greedy() && edits.is_empty() && allowed.is_none() => wanted.min(TOP_K),
             // Also where some are wanted for log-probabilities: edits may put others before them.
             _ => TOP_K,
         };
@@ -142,40 +155,75 @@ impl Sampling {
         if self.is_greedy() { 1.0 } else { 1.0 / self.temperature }
     }
 
-    /// Chooses the token at `position` of choice `choice`. `output` answers a request of this `history`.
-    pub fn draw(&self, output: &Output, vocab: usize, history: History<'_>, choice: u32, position: u32) -> Draw {
+    /// Chooses the token at `position` of choice `choice`, of those that are `allowed`. `output` answers a request of this
+    /// `history`.
+    pub fn draw(
+        &self,
+        output: &Output,
+        vocab: usize,
+        history: History<'_>,
+        choice: u32,
+        position: u32,
+        allowed: Option<&TokenSet>,
+    ) -> Draw {
+        if let Some(only) = allowed.and_then(TokenSet::only) {
+            return Draw::Token(only);
+        }
         let uniform = uniform(self.seed, choice, position);
         if let Some(row) = &output.row {
-            return Draw::Token(self.draw_row(row, history, uniform));
+            return Draw::Token(self.draw_row(row, history, uniform, allowed));
         }
-        let Some(best) = output.best.first() else { return Draw::NeedsRow };
+        let shown = Shown::of(output, vocab, allowed);
+        let Some(best) = shown.candidates.first() else { return Draw::NeedsRow };
         if self.is_greedy() {
             return Draw::Token(best.id);
         }
         let (inverse, top) = (f64::from(self.inverse()), f64::from(best.logit));
         // Weights are relative to the best, here as in `draw_row`, so that equal sums are equal to the last bit.
         let weigh = |logit: f32| ((f64::from(logit) - top) * inverse).exp();
-        let weights: Vec<(u32, f64)> = output.best.iter().map(|c| (c.id, weigh(c.logit))).collect();
-        if output.best.len() >= vocab || output.best.len() < TOP_K as usize {
+        let weights: Vec<(u32, f64)> = shown.candidates.iter().map(|c| (c.id, weigh(c.logit))).collect();
+        if shown.hidden == 0 {
             return self.draw_sorted(&weights, None, uniform);
         }
         let lse = f64::from(output.lse_processed);
-        let mass = |error: f64| (lse + error - top * inverse).exp();
         let error = LSE_ERROR + LSE_ROUNDING * lse.abs();
-        self.draw_sorted(&weights, Some((mass(-error), mass(error))), uniform)
+        let total = |error: f64| (lse + error - top * inverse).exp();
+        // Nothing that is not shown is before the last that is.
+        let each = output.best.last().map_or(f64::INFINITY, |last| weigh(last.logit));
+        let mass = if allowed.is_none() {
+            (total(-error), total(error))
+        } else {
+            let known: f64 = weights.iter().map(|(_, weight)| weight).sum();
+            let rest = total(error) - output.best.iter().map(|c| weigh(c.logit)).sum::<f64>();
+            // Infinite where what may not come is far above what may.
+            let rest = if rest.is_nan() { f64::INFINITY } else { rest.max(0.0) };
+            (known, known + rest.min(shown.hidden as f64 * each) * (1.0 + 1e-9))
+        };
+        self.draw_sorted(&weights, Some(Beyond { mass, each }), uniform)
     }
 
     /// Chooses from all logits, as they are before the edits.
-    fn draw_row(&self, row: &[f32], history: History<'_>, uniform: f64) -> u32 {
+    fn draw_row(&self, row: &[f32], history: History<'_>, uniform: f64, allowed: Option<&TokenSet>) -> u32 {
+        let only_allowed = |mut logits: Vec<f32>| {
+            if let Some(allowed) = allowed {
+                let banned = (0u32..).zip(&mut logits).filter(|(id, _)| !allowed.contains(*id));
+                banned.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
+            }
+            logits
+        };
         let mut logits = row.to_vec();
         for edit in self.edits(history) {
             if let Some(logit) = logits.get_mut(edit.id as usize) {
                 *logit = edit.apply(*logit);
             }
         }
+        let logits = only_allowed(logits);
         let order = by_falling_logit(&logits);
-        // Where every token is banned, the one that is best without the bans.
-        let Some(best) = order.first() else { return by_falling_logit(row).first().copied().unwrap_or(0) };
+        let Some(best) = order.first() else {
+            // Where every token is banned, the one that is best without the bans; what is not allowed never comes.
+            let best = by_falling_logit(&only_allowed(row.to_vec())).first().copied();
+            return best.or_else(|| allowed?.iter().next()).unwrap_or(0);
+        };
         if self.is_greedy() {
             return *best;
         }
@@ -188,15 +236,16 @@ impl Sampling {
         }
     }
 
-    /// Chooses from (id, weight) by falling weight. `mass`: bounds of the weight of all tokens, where there are others.
-    fn draw_sorted(&self, candidates: &[(u32, f64)], mass: Option<(f64, f64)>, uniform: f64) -> Draw {
+    /// Chooses from (id, weight) by falling weight. `beyond`: what is known of others, where there are any.
+    fn draw_sorted(&self, candidates: &[(u32, f64)], beyond: Option<Beyond>, uniform: f64) -> Draw {
         let Some((_, best)) = candidates.first() else { return Draw::NeedsRow };
         let mut kept = candidates.len();
         // Whether what lies beyond the candidates does not exist, or would have been cut off as well.
-        let mut closed = mass.is_none();
+        let mut closed = beyond.is_none();
         if self.min_p > 0.0 {
-            kept = candidates.iter().take_while(|(_, weight)| *weight >= best * f64::from(self.min_p)).count();
-            closed |= kept < candidates.len();
+            let least = best * f64::from(self.min_p);
+            kept = candidates.iter().take_while(|(_, weight)| *weight >= least).count();
+            closed |= beyond.is_some_and(|beyond| beyond.each < least);
         }
         if self.top_k > 0 && (self.top_k as usize) <= kept {
             kept = self.top_k as usize;
@@ -211,7 +260,7 @@ impl Sampling {
             sum += weight;
             sum
         }));
-        let (mut low, mut high) = mass.filter(|_| !closed).unwrap_or((sum, sum));
+        let (mut low, mut high) = beyond.filter(|_| !closed).map_or((sum, sum), |beyond| beyond.mass);
         if !(low > 0.0 && high.is_finite()) {
             return Draw::NeedsRow;
         }
@@ -232,6 +281,51 @@ impl Sampling {
             _ if closed => Draw::Token(candidates[sums.len() - 1].0),
             _ => Draw::NeedsRow,
         }
+    }
+}
+
+/// Edits that change nothing, of what has none: the tail shows whatever it edits.
+fn show(allowed: &TokenSet, edits: &mut Vec<LogitEdit>) {
+    let edited: Vec<u32> = edits.iter().map(|edit| edit.id).collect();
+    let others = allowed.iter().filter(|id| edited.binary_search(id).is_err());
+    edits.extend(others.map(|id| LogitEdit::new(id, 0.0, 1.0, 0.0)));
+    edits.sort_by_key(|edit| edit.id);
+}
+
+/// What is known of the tokens that candidates leave out.
+#[derive(Clone, Copy)]
+struct Beyond {
+    /// Bounds of the weight of all tokens that may be drawn, candidates included.
+    mass: (f64, f64),
+    /// Bound of the weight of each that is left out.
+    each: f64,
+}
+
+/// What an output shows of the tokens that may be drawn.
+struct Shown {
+    /// The best of them, by falling logit, then rising id.
+    candidates: Vec<Candidate>,
+    /// How many there may be beside.
+    hidden: usize,
+}
+
+impl Shown {
+    fn of(output: &Output, vocab: usize, allowed: Option<&TokenSet>) -> Shown {
+        let is_all = output.best.len() >= vocab || output.best.len() < TOP_K as usize;
+        let Some(allowed) = allowed else {
+            let hidden = if is_all { 0 } else { vocab - output.best.len() };
+            return Shown { candidates: output.best.clone(), hidden };
+        };
+        let of = |shown: &[Candidate]| shown.iter().filter(|c| allowed.contains(c.id)).copied().collect::<Vec<_>>();
+        let (mut candidates, beside) = (of(&output.best), of(&output.beside));
+        let hidden = if is_all { 0 } else { allowed.len() - candidates.len() };
+        if hidden > 0 && hidden == beside.len() {
+            candidates.extend(beside.into_iter().filter(|c| is_candidate(c.logit)));
+            candidates.sort_by(|a, b| b.logit.total_cmp(&a.logit).then(a.id.cmp(&b.id)));
+            return Shown { candidates, hidden: 0 };
+        }
+        // What is shown beside the best may have others before it.
+        Shown { candidates, hidden }
     }
 }
 

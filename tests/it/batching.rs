@@ -48,6 +48,7 @@ fn mixed(count: usize, longest: usize, vocab: u32, seed: u64) -> Vec<Request> {
             stop: Vec::new(),
             stop_at_eos: false,
             deadline: None,
+            ..Request::default()
         });
     }
     requests
@@ -161,6 +162,7 @@ fn request(prompt: usize, max_tokens: usize) -> Request {
         stop: Vec::new(),
         stop_at_eos: false,
         deadline: None,
+        ..Request::default()
     }
 }
 

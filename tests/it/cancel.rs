@@ -21,6 +21,7 @@ fn request(prompt: usize, max_tokens: usize) -> Request {
         stop_at_eos: false,
         choices: 1,
         deadline: None,
+        ..Request::default()
     }
 }
 

@@ -4,6 +4,7 @@ mod batching;
 mod cancel;
 mod cli;
 mod cluster;
+mod constrained;
 mod crowd;
 mod house;
 mod kernels;

@@ -39,6 +39,7 @@ fn trace(between: &PipelineOptions) -> Trace {
         stop_at_eos: true,
         choices: 1,
         deadline: None,
+        ..Request::default()
     };
     let options = HeadOptions { batch_tokens: CHUNK, ..HeadOptions::default() };
     let mut head = Head::new(pipeline, tokenizer(&checkpoint), options);
@@ -102,6 +103,7 @@ pub fn plain(prompt: usize, max_tokens: usize) -> Request {
         stop: Vec::new(),
         stop_at_eos: false,
         deadline: None,
+        ..Request::default()
     }
 }
 

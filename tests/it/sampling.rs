@@ -66,12 +66,12 @@ fn answer(stage: &mut Stage, sampling: &Sampling, edits_max: Option<usize>) -> (
             outputs(stage, &step).remove(0)
         };
         let row = count as u32 - 1;
-        let request = edits_max.map_or(sampling.request_row(row), |max| sampling.request(row, history, max));
+        let request = edits_max.map_or(sampling.request_row(row), |max| sampling.request(row, history, max, None));
         let mut output = ask(done, request);
-        let mut draw = sampling.draw(&output, vocab, history, 0, ids.len() as u32);
+        let mut draw = sampling.draw(&output, vocab, history, 0, ids.len() as u32, None);
         if draw == Draw::NeedsRow {
             output = ask(ids.len() - 1, sampling.request_row(0));
-            draw = sampling.draw(&output, vocab, history, 0, ids.len() as u32);
+            draw = sampling.draw(&output, vocab, history, 0, ids.len() as u32, None);
         }
         let Draw::Token(id) = draw else { panic!("a whole row decides") };
         rows += usize::from(output.row.is_some());
@@ -134,6 +134,7 @@ fn generate(head: &mut Head, sampling: Sampling) -> Answer {
         stop_at_eos: false,
         choices: 1,
         deadline: None,
+        ..Request::default()
     };
     head.generate(request, &AtomicBool::new(false), &mut |_| {}).unwrap()
 }
@@ -199,6 +200,7 @@ fn a_bias_on_a_token_that_does_not_exist_is_refused() {
             stop_at_eos: false,
             choices: 1,
             deadline: None,
+            ..Request::default()
         };
         head.generate(request, &AtomicBool::new(false), &mut |_| {})
     };

@@ -28,6 +28,7 @@ fn request(start: u32, prompt: usize, max_tokens: usize) -> Request {
         stop_at_eos: false,
         choices: 1,
         deadline: None,
+        ..Request::default()
     }
 }
 

@@ -74,6 +74,7 @@ fn alone(head: &mut Head, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
         stop: Vec::new(),
         stop_at_eos: false,
         deadline: None,
+        ..Request::default()
     };
     let answer = head.generate(request, &AtomicBool::new(false), &mut |_| {}).unwrap();
     answer.tokens.iter().map(|token| token.id).collect()

@@ -79,6 +79,7 @@ fn greedy(head: &mut Head, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
         stop_at_eos: true,
         choices: 1,
         deadline: None,
+        ..Request::default()
     };
     let answer = head.generate(request, &AtomicBool::new(false), &mut |_| {}).unwrap();
     answer.tokens.iter().map(|token| token.id).collect()

@@ -71,6 +71,7 @@ impl Wanted<'_> {
             stop,
             stop_at_eos: true,
             deadline: None,
+            ..Request::default()
         })
     }
 }

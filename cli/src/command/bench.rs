@@ -144,6 +144,7 @@ impl Bench<'_> {
             stop_at_eos: false,
             choices: 1,
             deadline: None,
+            ..Request::default()
         };
         let (mut begin, mut end) = (Instant::now(), Instant::now());
         let answer = head.generate(request, cancel::flag(), &mut |event| match event {

@@ -52,6 +52,7 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
         stop: args.sampling.stop.clone(),
         stop_at_eos: true,
         deadline: None,
+        ..Request::default()
     };
     let started = Instant::now();
     let mut live = Live::new(args.live, &out);

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::constraint::Constraint;
 use crate::sampler::Sampling;
 use crate::schedule::{Choice, RequestId};
 
@@ -18,10 +19,12 @@ pub enum FinishReason {
     Deadline,
     /// The pipeline failed.
     Failed,
+    /// Its constraint became too complex to go on.
+    Constraint,
 }
 
 impl FinishReason {
-    /// As OpenAI's API spells it (`cancelled`, `deadline` and `error` are ours).
+    /// As OpenAI's API spells it (`cancelled`, `deadline`, `error` and `constraint` are ours).
     pub fn name(self) -> &'static str {
         match self {
             FinishReason::Stop => "stop",
@@ -29,12 +32,13 @@ impl FinishReason {
             FinishReason::Cancelled => "cancelled",
             FinishReason::Deadline => "deadline",
             FinishReason::Failed => "error",
+            FinishReason::Constraint => "constraint",
         }
     }
 }
 
 /// What is wanted.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Request {
     /// The prompt.
     pub prompt: Vec<u32>,
@@ -48,6 +52,10 @@ pub struct Request {
     pub stop: Vec<String>,
     /// Whether the end-of-sequence tokens end an answer.
     pub stop_at_eos: bool,
+    /// What an answer must look like. It then ends where nothing can follow, or with an end-of-sequence token.
+    pub constraint: Option<Constraint>,
+    /// Special tokens whose text is part of the answer's, such as those that begin a call of a tool.
+    pub shown_specials: Vec<u32>,
     /// How long it may take, from submission.
     pub deadline: Option<Duration>,
 }

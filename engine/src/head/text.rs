@@ -10,22 +10,25 @@ pub(super) struct AnswerText {
     tokenizer: Arc<Tokenizer>,
     stream: TokenStream,
     scanner: StopScanner,
+    shown_specials: Vec<u32>,
     text: String,
 }
 
 impl AnswerText {
-    pub(super) fn new(tokenizer: Arc<Tokenizer>, stop: &[String]) -> AnswerText {
+    pub(super) fn new(tokenizer: Arc<Tokenizer>, stop: &[String], shown_specials: &[u32]) -> AnswerText {
         AnswerText {
-            stream: tokenizer.stream_continuing(),
+            // Which special tokens are text is decided here.
+            stream: tokenizer.stream_continuing().keep_special(),
             tokenizer,
             scanner: StopScanner::new(stop),
+            shown_specials: shown_specials.to_vec(),
             text: String::new(),
         }
     }
 
     /// What has become certain with `id`, and whether a stop string came.
     pub(super) fn push(&mut self, id: u32) -> (String, bool) {
-        if self.tokenizer.is_special(id) {
+        if self.tokenizer.is_special(id) && !self.shown_specials.contains(&id) {
             return (String::new(), false);
         }
         let Some(piece) = self.stream.push(id) else { return (String::new(), false) };

@@ -36,8 +36,19 @@ fn output(row: &[f32], request: &OutputRequest) -> Output {
 
 /// The token, and whether it took the whole row.
 fn draw_after(row: &[f32], sampling: &Sampling, history: History<'_>, position: u32) -> (u32, bool) {
-    let draw = |request: OutputRequest| sampling.draw(&output(row, &request), row.len(), history, 0, position);
-    match draw(sampling.request(0, history, row.len())) {
+    draw_allowed(row, sampling, history, position, None)
+}
+
+/// As [`draw_after`], of tokens that are allowed.
+fn draw_allowed(
+    row: &[f32],
+    sampling: &Sampling,
+    history: History<'_>,
+    position: u32,
+    allowed: Option<&TokenSet>,
+) -> (u32, bool) {
+    let draw = |request: OutputRequest| sampling.draw(&output(row, &request), row.len(), history, 0, position, allowed);
+    match draw(sampling.request(0, history, row.len(), allowed)) {
         Draw::Token(id) => (id, false),
         Draw::NeedsRow => match draw(sampling.request_row(0)) {
             Draw::Token(id) => (id, true),
@@ -52,7 +63,7 @@ fn draw(row: &[f32], sampling: &Sampling, position: u32) -> (u32, bool) {
 
 /// What the definition says.
 fn draw_whole(row: &[f32], sampling: &Sampling, history: History<'_>, position: u32) -> u32 {
-    sampling.draw_row(row, history, uniform(sampling.seed, 0, position))
+    sampling.draw_row(row, history, uniform(sampling.seed, 0, position), None)
 }
 
 fn row(len: usize, spread: f32) -> Vec<f32> {
@@ -94,13 +105,13 @@ fn candidates_decide_as_the_whole_row_would() {
 fn what_is_near_an_edge_asks_for_the_row() {
     let row = row(300, 9.0);
     let plain = Sampling { temperature: 1.0, seed: 5, ..Sampling::default() };
-    let exact = output(&row, &plain.request(0, History::default(), 0));
+    let exact = output(&row, &plain.request(0, History::default(), 0, None));
     let sum: f64 = row.iter().map(|l| f64::from(*l).exp()).sum();
     let total = |error: f64| Output { lse_processed: (sum.ln() + error) as f32, ..exact.clone() };
     let (low, high) = (total(-LSE_ERROR), total(LSE_ERROR));
     let differ = |sampling: &Sampling, position: u32| {
         let whole = Draw::Token(draw_whole(&row, sampling, History::default(), position));
-        let found = [&low, &high].map(|o| sampling.draw(o, row.len(), History::default(), 0, position));
+        let found = [&low, &high].map(|o| sampling.draw(o, row.len(), History::default(), 0, position, None));
         assert!(found.iter().all(|draw| *draw == whole || *draw == Draw::NeedsRow), "{sampling:?} at {position}");
         found.contains(&Draw::NeedsRow)
     };
@@ -164,7 +175,7 @@ fn rules_are_applied_in_their_order() {
         ..Sampling::default()
     };
     // 2 / 2 = 1; 1 / 2 - 0.5 = 0; 0; -1 + 1 = 0. Divided by 0.5: 2, 0, 0, 0.
-    let output = output(&row, &sampling.request(0, history, 4));
+    let output = output(&row, &sampling.request(0, history, 4, None));
     assert_eq!(
         output.best.iter().map(|c| (c.id, c.logit, c.raw)).collect::<Vec<_>>(),
         [(0, 1.0, 2.0), (1, 0.0, 1.0), (2, 0.0, 0.0), (3, 0.0, -1.0)]
@@ -213,7 +224,8 @@ fn a_large_bias_forces_a_token_and_a_small_one_bans_it() {
 fn logprobs_are_those_of_the_raw_logits() {
     let row = row(500, 12.0);
     let order = by_falling_logit(&row);
-    let plain = output(&row, &Sampling { candidates: 5, ..Sampling::default() }.request(0, History::default(), 0));
+    let plain =
+        output(&row, &Sampling { candidates: 5, ..Sampling::default() }.request(0, History::default(), 0, None));
     let expected = top_logprobs(&plain, 5);
     assert_eq!(expected.iter().map(|(id, _)| *id).collect::<Vec<_>>(), order[..5]);
     let sum: f64 = row.iter().map(|l| f64::from(*l).exp()).sum();
@@ -228,7 +240,7 @@ fn logprobs_are_those_of_the_raw_logits() {
     ] {
         sampling.candidates = 5;
         let history = History { prompt: &order[..40], answer: &order[2..4] };
-        for request in [sampling.request(0, history, 500), sampling.request_row(0)] {
+        for request in [sampling.request(0, history, 500, None), sampling.request_row(0)] {
             let output = output(&row, &request);
             assert_eq!(top_logprobs(&output, 5), expected);
             assert_eq!(logprob(&output, expected[2].0), Some(expected[2].1));
@@ -241,13 +253,13 @@ fn logprobs_are_those_of_the_raw_logits() {
 fn a_request_with_too_many_edits_asks_for_the_row() {
     let sampling = Sampling { repetition_penalty: 1.1, ..Sampling::default() };
     let history = History { prompt: &[3, 5, 3], answer: &[9] };
-    let request = sampling.request(7, history, 3);
+    let request = sampling.request(7, history, 3, None);
     assert_eq!((request.row, request.whole_row, request.edits.len()), (7, false, 3));
-    let request = sampling.request(7, history, 2);
+    let request = sampling.request(7, history, 2, None);
     assert_eq!((request.row, request.whole_row, request.edits.len()), (7, true, 0));
     let output = output(&row(50, 9.0), &request);
     let whole = draw_whole(&row(50, 9.0), &sampling, history, 0);
-    assert_eq!(sampling.draw(&output, 50, history, 0, 0), Draw::Token(whole));
+    assert_eq!(sampling.draw(&output, 50, history, 0, 0, None), Draw::Token(whole));
 }
 
 #[test]
@@ -322,6 +334,77 @@ proptest! {
             prop_assert_eq!(draw_after(&row, &sampling, history, position).0, id, "a draw repeats");
         }
     }
+}
+
+/// The row as it is where only some tokens may come, worked on without any of the code that knows of that.
+fn draw_banned(row: &[f32], sampling: &Sampling, history: History<'_>, position: u32, allowed: &[u32]) -> u32 {
+    let mut edited = row.to_vec();
+    sampling.edits(history).iter().for_each(|edit| edited[edit.id as usize] = edit.apply(row[edit.id as usize]));
+    let banned = (0..row.len() as u32).filter(|id| !allowed.contains(id));
+    banned.for_each(|id| edited[id as usize] = f32::NEG_INFINITY);
+    let plain = Sampling {
+        logit_bias: Vec::new(),
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        ..sampling.clone()
+    };
+    draw_whole(&edited, &plain, History::default(), position)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(3000))]
+    /// Also where the best of what is allowed is far from the best of all, and where little is allowed.
+    #[test]
+    fn a_draw_of_allowed_tokens_is_that_of_a_row_without_the_others(
+        logits in (1f32..60.0, prop::collection::vec(-1f32..1.0, 400)), len in prop_oneof![2usize..80, Just(400)],
+        sampling in samplings(), answer in prop::collection::vec(0u32..400, 0..30), position: u16,
+        allowed in prop_oneof![
+            prop::collection::btree_set(0u32..400, 1..5),
+            prop::collection::btree_set(0u32..400, 5..70),
+            prop::collection::btree_set(0u32..400, 0..40)
+                .prop_map(|banned| (0..400).filter(|id| !banned.contains(id)).collect()),
+        ],
+    ) {
+        let row: Vec<f32> = logits.1[..len].iter().map(|l| l * logits.0).collect();
+        let inside = |ids: Vec<u32>| ids.into_iter().filter(|id| (*id as usize) < len).collect::<Vec<_>>();
+        let answer = inside(answer);
+        let mut allowed = inside(allowed.into_iter().collect());
+        if allowed.is_empty() {
+            allowed.push(len as u32 / 2);
+        }
+        let set: TokenSet = allowed.iter().copied().collect();
+        let mut sampling = sampling;
+        // Where bias bans all that is allowed there is no row to compare with.
+        sampling.logit_bias.retain(|(id, bias)| (*id as usize) < len && bias.is_finite() && bias.abs() < 1e5);
+        let history = History { prompt: &[], answer: &answer };
+        for position in (0..8).map(|i| u32::from(position) + i) {
+            let (id, _) = draw_allowed(&row, &sampling, history, position, Some(&set));
+            prop_assert!(set.contains(id));
+            prop_assert_eq!(id, draw_banned(&row, &sampling, history, position, &allowed));
+        }
+    }
+}
+
+#[test]
+fn few_allowed_tokens_need_no_row() {
+    let row = row(500, 30.0);
+    let order = by_falling_logit(&row);
+    for (allowed, needs) in [(&order[300..360], false), (&order[499..], false), (&order[100..300], true)] {
+        let set: TokenSet = allowed.iter().copied().collect();
+        for temperature in [0.0, 1.0] {
+            let sampling = Sampling { temperature, candidates: 3, ..Sampling::default() };
+            let (id, needed) = draw_allowed(&row, &sampling, History::default(), 0, Some(&set));
+            assert_eq!((needed, set.contains(id)), (needs, true), "{} at {temperature}", allowed.len());
+            let output = output(&row, &sampling.request(0, History::default(), 500, Some(&set)));
+            assert_eq!(logprob(&output, id).is_some(), !needs);
+            assert_eq!(top_logprobs(&output, 3), top_logprobs(&self::output(&row, &sampling.request_row(0)), 3));
+        }
+    }
+    // What is banned by a bias and all that is allowed: still nothing else.
+    let banned = Sampling { logit_bias: vec![(order[7], f32::NEG_INFINITY)], ..Sampling::default() };
+    let only: TokenSet = [order[7]].into_iter().collect();
+    assert_eq!(draw_allowed(&row, &banned, History::default(), 0, Some(&only)), (order[7], false));
 }
 
 proptest! {

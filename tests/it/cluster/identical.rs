@@ -21,6 +21,7 @@ fn request(prompt: &[u32], seed: u64) -> Request {
         stop: Vec::new(),
         stop_at_eos: false,
         deadline: None,
+        ..Request::default()
     }
 }
 

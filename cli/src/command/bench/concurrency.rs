@@ -97,6 +97,7 @@ fn made_up(args: &BenchArgs, index: usize, vocab: usize) -> Request {
         stop: Vec::new(),
         stop_at_eos: false,
         deadline: None,
+        ..Request::default()
     }
 }
 
