@@ -5,10 +5,12 @@
 
 mod answers;
 mod body;
+mod calls;
 mod catalogue;
 mod chat;
 mod completions;
 mod errors;
+mod formed;
 pub mod guard;
 mod health;
 mod json;
@@ -37,7 +39,9 @@ use pp_engine::sampler::Sampling;
 use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::prompts::Prompts;
+use crate::requests::choosing::Invalid;
 use errors::ApiError;
+pub use formed::Compiling;
 use guard::Key;
 use metrics::Metrics;
 pub use request_id::Name;
@@ -54,6 +58,7 @@ pub struct State {
     pub model: Model,
     pub settings: Settings,
     pub metrics: Metrics,
+    pub compiling: Compiling,
     /// What is said of the pipeline beside what the service knows.
     pub facts: Arc<pipeline::Facts>,
 }
@@ -120,7 +125,10 @@ impl State {
         let state = self.clone();
         let encoded = tokio::task::spawn_blocking(move || encode(&state)).await;
         let encoded = encoded.map_err(|error| ApiError::internal(format!("{param} could not be encoded: {error}")))?;
-        let prompts = encoded.map_err(|error| ApiError::invalid(param, format!("{param}: {error:#}")))?;
+        let prompts = encoded.map_err(|error| match error.downcast::<Invalid>() {
+            Ok(invalid) => invalid.into(),
+            Err(error) => ApiError::invalid(param, format!("{param}: {error:#}")),
+        })?;
         if self.settings.log_prompts {
             for ids in &prompts {
                 let prompt = self.prompts.tokenizer().decode(ids, false);

@@ -2,6 +2,7 @@
 
 mod bench;
 mod cluster;
+mod form;
 mod network;
 mod serve;
 
@@ -12,6 +13,7 @@ use serde::Deserialize;
 
 pub use bench::{ApiArg, BenchArgs, Lengths, LoadArgs};
 pub use cluster::{AddArgs, ClusterArgs, ClusterVerb, DrainArgs, InitArgs, RemoveArgs, StatusArgs, WorkerArgs};
+pub use form::{FormArgs, ToolFormatArg};
 pub use network::{DoctorArgs, NetBenchArgs, NetBenchEndArgs, NetworkArg, TransportArg};
 pub use serve::{LogFormat, ServeArgs};
 
@@ -115,6 +117,8 @@ pub struct RunArgs {
     pub pipeline: PipelineArgs,
     #[command(flatten)]
     pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub form: FormArgs,
     #[command(flatten)]
     pub output: OutputArgs,
     /// Print less: neither notes nor the closing table (stderr)
@@ -438,9 +442,10 @@ Examples:
   echo '{\"id\": 1, \"prompt\": \"2 + 2?\", \"max_tokens\": 8}' > q.jsonl; pp-run batch q.jsonl -o a.jsonl
 
 A request has OpenAI's names: id, prompt or messages, raw, max_tokens, temperature, top_p, top_k, min_p, \
-presence_penalty, frequency_penalty, repetition_penalty, logit_bias, logprobs, n, seed, stop, deadline_seconds. \
+presence_penalty, frequency_penalty, repetition_penalty, logit_bias, logprobs, n, seed, stop, response_format, tools, tool_choice, \
+parallel_tool_calls, deadline_seconds. \
 What a request does not say is as the options say; the seed is 0 where neither says one.
-An answer has line, id, tokens, text, finish_reason, logprobs, choices (where n > 1), usage, timings; or line, id, error.
+An answer has line, id, tokens, text, tool_calls, finish_reason, logprobs, choices (where n > 1), usage, timings; or line, id, error.
 Run again with the same files, it answers what has no answer yet.")]
 pub struct BatchArgs {
     /// Requests: JSON, one a line
@@ -454,6 +459,9 @@ pub struct BatchArgs {
     /// Jinja chat template to use instead of the model's own
     #[arg(long, value_name = "FILE", help_heading = "Prompt")]
     pub chat_template: Option<PathBuf>,
+    /// How the model writes calls of tools (default: as its chat template says, else hermes)
+    #[arg(long, value_name = "FORM", value_enum, help_heading = "Prompt")]
+    pub tool_format: Option<ToolFormatArg>,
     #[command(flatten)]
     pub pipeline: PipelineArgs,
     #[command(flatten)]

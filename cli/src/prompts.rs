@@ -1,20 +1,37 @@
-//! From what people type to the ids of a prompt.
+//! From what people type to the ids of a prompt, and to what an answer must look like.
 
-use std::sync::Arc;
+mod form;
+mod untaught;
+
+use std::sync::{Arc, OnceLock};
 
 use anyhow::Result;
 use pp_engine::chat_template::{ChatTemplate, Message, RenderOptions};
 use pp_engine::checkpoint::Checkpoint;
+use pp_engine::constraint::{ConstraintError, Grammars};
 use pp_engine::tokenizer::{Encode, Tokenizer};
+use pp_engine::tools::ToolFormat;
 use serde_json::{Map, Value};
 
 use crate::errors::model;
+use crate::requests::choosing::Invalid;
+use crate::requests::tools::ToolUse;
+pub use form::Form;
 
 /// A model's tokenizer and template.
 pub struct Prompts {
     tokenizer: Arc<Tokenizer>,
     template: Option<ChatTemplate>,
     origin: String,
+    tool_format: ToolFormat,
+    /// The template shows tools to the model; else a system message does.
+    is_taught_tools: bool,
+    /// The template shows them somehow.
+    speaks_of_tools: bool,
+    /// Tokens that the model has logits for.
+    vocab: usize,
+    /// Most sessions never need them.
+    grammars: OnceLock<Result<Grammars, ConstraintError>>,
 }
 
 impl Prompts {
@@ -28,8 +45,31 @@ impl Prompts {
             Some(own) => Some(own),
             None => checkpoint.chat_template()?.map(|source| (source, origin.clone())),
         };
+        let source = template.as_ref().map_or("", |(source, _)| source.as_str());
+        let known = ToolFormat::of_template(source);
+        let speaks_of_tools = source.contains("tools");
         let template = template.map(|(source, origin)| ChatTemplate::new(&source, &origin)).transpose()?;
-        Ok(Prompts { tokenizer: checkpoint.tokenizer()?.into(), template, origin })
+        Ok(Prompts {
+            tokenizer: checkpoint.tokenizer()?.into(),
+            template,
+            origin,
+            tool_format: known.unwrap_or(ToolFormat::Hermes),
+            // In a form that is not known here calls could not be found.
+            is_taught_tools: speaks_of_tools && known.is_some(),
+            speaks_of_tools,
+            vocab: checkpoint.config.vocab,
+            grammars: OnceLock::new(),
+        })
+    }
+
+    /// With calls of tools in another form than the one that the template's text speaks of.
+    #[must_use]
+    pub fn with_tool_format(mut self, format: Option<ToolFormat>) -> Prompts {
+        if let Some(format) = format {
+            self.tool_format = format;
+            self.is_taught_tools = self.speaks_of_tools;
+        }
+        self
     }
 
     /// The tokenizer.
@@ -50,19 +90,46 @@ impl Prompts {
     /// # Errors
     /// When there is no template, or it refuses them.
     pub fn chat(&self, messages: &[Message], extra: &Map<String, Value>) -> Result<Vec<u32>> {
+        self.chat_with_tools(messages, None, extra)
+    }
+
+    /// As [`Prompts::chat`], with tools that the model may call.
+    ///
+    /// # Errors
+    /// As [`Prompts::chat`]; an [`Invalid`] where the template does not show the tools.
+    pub fn chat_with_tools(
+        &self,
+        messages: &[Message],
+        tools: Option<&ToolUse>,
+        extra: &Map<String, Value>,
+    ) -> Result<Vec<u32>> {
         let template = self.template.as_ref().ok_or_else(|| {
             model(format!(
                 "{} has no chat template: use --raw to continue plain text, or --chat-template FILE",
                 self.origin
             ))
         })?;
-        let options = RenderOptions {
-            add_generation_prompt: true,
-            bos_token: self.tokenizer.bos_text(),
-            eos_token: self.tokenizer.eos_text(),
-            extra: extra.clone(),
-            ..RenderOptions::default()
+        let render = |tools: Option<&ToolUse>| {
+            let taught = tools.filter(|_| self.is_taught_tools);
+            let options = RenderOptions {
+                add_generation_prompt: true,
+                bos_token: self.tokenizer.bos_text(),
+                eos_token: self.tokenizer.eos_text(),
+                extra: extra.clone(),
+                tools: taught.map(|tools| tools.shown.clone()),
+                ..RenderOptions::default()
+            };
+            if self.is_taught_tools {
+                return template.render(messages, &options);
+            }
+            template.render(&untaught::conversation(messages, tools, self.tool_format), &options)
         };
-        Ok(self.tokenizer.encode_chat(&template.render(messages, &options)?)?)
+        let plain = render(None)?;
+        let Some(tools) = tools else { return Ok(self.tokenizer.encode_chat(&plain)?) };
+        let rendered = render(Some(tools)).map_err(|error| Invalid::new("tools", error.to_string()))?;
+        if rendered.text() == plain.text() {
+            return Err(Invalid::new("tools", "the chat template of the model has no place for them").into());
+        }
+        Ok(self.tokenizer.encode_chat(&rendered)?)
     }
 }

@@ -1,7 +1,9 @@
 //! Requests as JSON, one a line, with the names of OpenAI's API; what `batch` answers and `bench` replays.
 
 pub mod choosing;
+pub mod format;
 pub mod messages;
+pub mod tools;
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -18,9 +20,11 @@ use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use crate::errors::usage;
-use crate::prompts::Prompts;
+use crate::prompts::{Form, Prompts};
 use choosing::{Choosing, Invalid};
+use format::ResponseFormat;
 use messages::ChatMessage;
+use tools::{ToolChoice, ToolSpec, ToolUse};
 
 /// Bytes of a line at most.
 const LINE_BYTES_MAX: usize = 32 << 20;
@@ -73,6 +77,14 @@ pub struct RequestLine {
     pub arrival_ms: Option<f64>,
     /// Seconds after which it is given up.
     pub deadline_seconds: Option<f64>,
+    /// What an answer must look like.
+    pub response_format: Option<ResponseFormat>,
+    /// Functions that the model may ask to have called.
+    pub tools: Option<Vec<ToolSpec>>,
+    /// Whether it may, must, or must one of them.
+    pub tool_choice: Option<ToolChoice>,
+    /// Whether it may several at once.
+    pub parallel_tool_calls: Option<bool>,
     /// More variables for the chat template.
     pub template_args: Map<String, Value>,
     model: Option<IgnoredAny>,
@@ -139,15 +151,36 @@ impl RequestLine {
         messages.transpose().map_err(|invalid| invalid.to_string())
     }
 
+    /// Tools that an answer may or must call.
+    ///
+    /// # Errors
+    /// Names the field that cannot be.
+    pub fn tools(&self) -> Result<Option<ToolUse>, String> {
+        let tools = ToolUse::new(self.tools.as_deref(), self.tool_choice.as_ref(), self.parallel_tool_calls);
+        match tools.map_err(|invalid| invalid.to_string())? {
+            Some(_) if self.raw => Err("tools go with a chat template, not with raw".to_owned()),
+            tools => Ok(tools),
+        }
+    }
+
+    /// What an answer must look like.
+    ///
+    /// # Errors
+    /// Names the field that cannot be.
+    pub fn form(&self, prompts: &Prompts, tools: Option<&ToolUse>) -> Result<Form, String> {
+        prompts.form(self.response_format.as_ref(), tools).map_err(|invalid| invalid.to_string())
+    }
+
     /// The ids of what is to be answered or continued.
     ///
     /// # Errors
     /// When there is not one prompt, or tokenizer or template refuse it.
-    pub fn ids(&self, prompts: &Prompts) -> Result<Vec<u32>, String> {
+    pub fn ids(&self, prompts: &Prompts, tools: Option<&ToolUse>) -> Result<Vec<u32>, String> {
+        let chat = |messages: &[Message]| prompts.chat_with_tools(messages, tools, &self.template_args);
         let ids = match (&self.prompt, self.conversation()?) {
             (Some(prompt), None) if self.raw => prompts.raw(prompt),
-            (Some(prompt), None) => prompts.chat(&[Message::new("user", prompt.clone())], &self.template_args),
-            (None, Some(messages)) if !self.raw => prompts.chat(&messages, &self.template_args),
+            (Some(prompt), None) => chat(&[Message::new("user", prompt.clone())]),
+            (None, Some(messages)) if !self.raw => chat(&messages),
             (None, Some(_)) => return Err("raw goes with prompt, not with messages".to_owned()),
             (Some(_), Some(_)) => return Err("give prompt or messages, not both".to_owned()),
             (None, None) => return Err("prompt or messages are missing".to_owned()),

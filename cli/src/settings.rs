@@ -7,10 +7,11 @@ use pp_engine::checkpoint::{Checkpoint, GenerationDefaults};
 use pp_engine::layout::{CHUNK_MAX, KV_TOKENS_MAX, SEQUENCES_MAX};
 use pp_engine::sampler::Sampling;
 use pp_engine::split::{Costs, Split};
+use pp_engine::tools::ToolFormat;
 use pp_engine::{Act, KvType, Profile, Wire};
 use serde_json::{Map, Value};
 
-use crate::args::{ActivationsArg, KvArg, PipelineArgs, ProfileArg, PromptArgs, SamplingArgs, WireArg};
+use crate::args::{ActivationsArg, KvArg, PipelineArgs, ProfileArg, PromptArgs, SamplingArgs, ToolFormatArg, WireArg};
 use crate::errors::usage;
 use crate::requests::choosing::{self, LOGPROBS_MAX};
 
@@ -146,6 +147,15 @@ pub fn wire(arg: Option<WireArg>) -> Wire {
         WireArg::F32 => Wire::F32,
         WireArg::F16 => Wire::F16,
         WireArg::Q8 => Wire::Q8,
+    }
+}
+
+/// How calls of tools are written.
+pub fn tool_format(arg: ToolFormatArg) -> ToolFormat {
+    match arg {
+        ToolFormatArg::Hermes => ToolFormat::Hermes,
+        ToolFormatArg::Llama => ToolFormat::Llama,
+        ToolFormatArg::Mistral => ToolFormat::Mistral,
     }
 }
 

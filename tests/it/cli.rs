@@ -1,6 +1,7 @@
 //! The program as a user runs it, on the small models of tests/data.
 
 mod bad_input;
+mod formed;
 mod load;
 mod many;
 mod pull;
@@ -71,7 +72,7 @@ pub(crate) fn model(name: &str) -> String {
 }
 
 /// A copy of a model folder that may be changed.
-fn copied(name: &str) -> (tempfile::TempDir, PathBuf) {
+pub(crate) fn copied(name: &str) -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().expect("a folder");
     for entry in std::fs::read_dir(data(name)).expect("the model is there") {
         let entry = entry.expect("readable");

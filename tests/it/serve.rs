@@ -2,6 +2,7 @@
 
 mod client;
 mod down;
+mod formed;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

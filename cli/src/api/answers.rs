@@ -87,6 +87,8 @@ pub struct Asked {
     left: usize,
     /// Tokens of the prompts.
     pub prompt_tokens: usize,
+    /// The field that says what answers must look like.
+    pub formed_by: String,
 }
 
 impl Asked {
@@ -110,7 +112,9 @@ impl Asked {
         let tickets = requests.into_iter().enumerate().map(ask).collect();
         let heard = VecDeque::new();
         let left = count * choices;
-        let mut asked = Asked { state: state.clone(), notices, heard, tickets, choices, left, prompt_tokens };
+        let formed_by = String::new();
+        let mut asked =
+            Asked { state: state.clone(), notices, heard, tickets, choices, left, prompt_tokens, formed_by };
         drop(sender);
         let mut taken = 0;
         while taken < count {
@@ -177,6 +181,10 @@ impl Asked {
             Event::Done { answer: Answer { finish_reason: FinishReason::Cancelled, .. }, .. } => {
                 self.end(Outcome::Cancelled);
                 Some(Happening::Failed(ApiError::stopping()))
+            }
+            Event::Done { answer: Answer { finish_reason: FinishReason::Constraint, .. }, .. } => {
+                self.end(Outcome::Failed);
+                Some(Happening::Failed(ApiError::too_complex(&self.formed_by)))
             }
             Event::Done { choice, answer } => {
                 let index = at(choice.index);

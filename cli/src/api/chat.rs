@@ -3,20 +3,25 @@
 use axum::Json;
 use axum::extract::{Extension, State};
 use axum::response::{IntoResponse, Response};
-use pp_engine::head::Answer;
+use pp_engine::head::{Answer, Request};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use super::answers::{Asked, Usage, Wanted};
 use super::body::JsonBody;
+use super::calls::{CallDelta, Calling};
 use super::errors::{ApiError, ErrorBody};
+use super::formed::{Formed, WantedForm};
 use super::logprobs::{ChatLogprobs, Placed, Waiting};
 use super::stream::{self, Chunks, json};
 use super::{Name, Shared, schemas};
+use crate::prompts::Form;
 use crate::requests::Stop;
 use crate::requests::choosing::{Choosing, Invalid};
+use crate::requests::format::ResponseFormat;
 use crate::requests::messages::{ChatMessage, conversation};
+use crate::requests::tools::{self, ToolCall, ToolChoice, ToolSpec};
 
 /// Candidates of a token with their log-probabilities, at most.
 const TOP_LOGPROBS_MAX: u32 = 20;
@@ -79,15 +84,15 @@ pub struct ChatRequest {
     /// Ours, as elsewhere: more variables for the chat template, such as `enable_thinking`.
     #[schema(value_type = Option<Object>)]
     pub chat_template_kwargs: Option<Map<String, Value>>,
-    /// Not supported yet, unless it is of type `text`.
-    #[schema(value_type = Option<Object>)]
-    pub response_format: Option<Value>,
-    /// Not supported yet.
-    #[schema(value_type = Option<Object>)]
-    pub tools: Option<Value>,
-    /// Not supported yet.
-    #[schema(value_type = Option<Object>)]
-    pub tool_choice: Option<Value>,
+    /// What an answer must look like; it cannot become anything else.
+    pub response_format: Option<ResponseFormat>,
+    /// Functions that the model may ask to have called, at most 128.
+    #[schema(max_items = 128)]
+    pub tools: Option<Vec<ToolSpec>>,
+    /// Whether it may call one (`auto`, as unless said otherwise), must (`required`, or one of them), or must not (`none`).
+    pub tool_choice: Option<ToolChoice>,
+    /// Whether it may call several at once; true unless said otherwise.
+    pub parallel_tool_calls: Option<bool>,
     /// Only `["text"]`.
     #[schema(schema_with = schemas::modalities)]
     pub modalities: Option<Vec<String>>,
@@ -131,8 +136,6 @@ pub struct ChatRequest {
     pub prompt_cache_options: Option<Value>,
     #[expect(dead_code, reason = "taken and not used")]
     pub prompt_cache_retention: Option<Value>,
-    #[expect(dead_code, reason = "taken and not used")]
-    pub parallel_tool_calls: Option<Value>,
 }
 
 /// `stream_options`
@@ -149,11 +152,7 @@ pub struct StreamOptions {
 impl ChatRequest {
     /// What is known and not supported.
     fn check_unsupported(&self) -> Result<(), ApiError> {
-        let is_text = |format: &Value| format.get("type").and_then(Value::as_str) == Some("text");
         let fields = [
-            ("response_format", self.response_format.as_ref().filter(|format| !is_text(format))),
-            ("tools", self.tools.as_ref().filter(|tools| tools.as_array().is_none_or(|tools| !tools.is_empty()))),
-            ("tool_choice", self.tool_choice.as_ref().filter(|choice| choice.as_str() != Some("none"))),
             ("audio", self.audio.as_ref()),
             ("prediction", self.prediction.as_ref()),
             ("web_search_options", self.web_search_options.as_ref()),
@@ -234,7 +233,7 @@ pub struct ChatChoice {
     pub index: usize,
     pub message: AnswerMessage,
     pub logprobs: Option<ChatLogprobs>,
-    /// `stop` or `length`.
+    /// `stop`, `length` or `tool_calls`.
     pub finish_reason: &'static str,
 }
 
@@ -242,7 +241,11 @@ pub struct ChatChoice {
 #[derive(Debug, Serialize, ToSchema)]
 pub struct AnswerMessage {
     pub role: &'static str,
-    pub content: String,
+    /// Null where it only calls tools.
+    pub content: Option<String>,
+    /// Functions to be called.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ToolCall>,
     /// Always null.
     pub refusal: Option<String>,
 }
@@ -276,8 +279,22 @@ pub struct ChunkChoice {
 pub struct Delta {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub role: Option<&'static str>,
+    /// Null in the first piece, where tools may be called.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub content: Option<String>,
+    #[schema(value_type = Option<String>)]
+    pub content: Option<Option<String>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tool_calls: Option<[CallDelta; 1]>,
+}
+
+impl Delta {
+    pub fn of_text(text: String) -> Delta {
+        Delta { content: Some(Some(text)), ..Delta::default() }
+    }
+
+    pub fn of_call(call: CallDelta) -> Delta {
+        Delta { tool_calls: Some([call]), ..Delta::default() }
+    }
 }
 
 /// Answers a conversation.
@@ -305,25 +322,45 @@ pub struct Delta {
 pub async fn chat(
     State(state): State<Shared>,
     Extension(Name(name)): Extension<Name>,
-    JsonBody(request): JsonBody<ChatRequest>,
+    JsonBody(mut request): JsonBody<ChatRequest>,
 ) -> Result<Response, ApiError> {
     state.model.check(request.model.as_deref())?;
     request.check_unsupported()?;
     let is_streamed = request.is_streamed()?;
     let wanted = request.wanted()?.request(&state)?;
     let messages = conversation(&request.messages, "messages")?;
+    let form = WantedForm {
+        format: request.response_format.take(),
+        tools: request.tools.take(),
+        choice: request.tool_choice.take(),
+        parallel: request.parallel_tool_calls,
+    };
+    let Formed { form, tools, constraint } = form.compile(&state).await?;
     let extra = request.template_variables();
-    let encode = move |state: &Shared| state.prompts.chat(&messages, &extra);
+    let encode = move |state: &Shared| state.prompts.chat_with_tools(&messages, tools.as_ref(), &extra);
     let prompt = state.encode("messages", &name, encode).await?;
-    let asked = Asked::ask(&state, vec![pp_engine::head::Request { prompt, ..wanted }], &name).await;
-    let asked = asked.map_err(|error| error.about_prompt("messages"))?;
+    let shown_specials = form.shown_specials.clone();
+    let wanted = Request { prompt, constraint, shown_specials, ..wanted };
+    let asked = Asked::ask(&state, vec![wanted], &name).await;
+    let mut asked = asked.map_err(|error| error.about_prompt("messages"))?;
+    form.param().clone_into(&mut asked.formed_by);
     let has_logprobs = request.logprobs == Some(true);
     let include_usage = request.stream_options.and_then(|options| options.include_usage) == Some(true);
-    let chunks =
-        ChatChunks { id: super::answer_id("chatcmpl"), created: super::now(), include_usage, state: state.clone() };
+    let mut chunks = ChatChunks {
+        id: super::answer_id("chatcmpl"),
+        created: super::now(),
+        include_usage,
+        state: state.clone(),
+        form,
+        calling: Vec::new(),
+    };
     if is_streamed {
+        let calling = |_| chunks.form.tools.map(Calling::new);
+        chunks.calling = (0..asked.answers()).filter_map(calling).collect();
+        let shown = chunks.form.shown_specials.clone();
         let options = stream::Options { logprobs: has_logprobs, include_usage };
-        return Ok(stream::respond(asked, chunks, &options, || Waiting::new(state.prompts.tokenizer().clone())));
+        let waiting = || Waiting::new(state.prompts.tokenizer().clone(), &shown);
+        return Ok(stream::respond(asked, chunks, &options, waiting));
     }
     let mut usage = Usage::of_prompts(asked.prompt_tokens);
     let answers = asked.all().await?;
@@ -336,6 +373,9 @@ struct ChatChunks {
     created: u64,
     include_usage: bool,
     state: Shared,
+    form: Form,
+    /// Of each answer that is streamed, where tools may be called.
+    calling: Vec<Calling>,
 }
 
 impl ChatChunks {
@@ -355,6 +395,19 @@ impl ChatChunks {
         self.chunk(vec![ChunkChoice { index, delta, logprobs, finish_reason: end }], None)
     }
 
+    /// Pieces with the tokens of all of them; without pieces they wait for the next, unless it is the end.
+    fn several(&mut self, index: usize, mut deltas: Vec<Delta>, is_end: bool) -> Vec<String> {
+        let tokens = match self.calling.get_mut(index) {
+            Some(calling) if is_end || !deltas.is_empty() => std::mem::take(&mut calling.tokens),
+            _ => Vec::new(),
+        };
+        if deltas.is_empty() && !tokens.is_empty() {
+            deltas.push(Delta::default());
+        }
+        let mut logprobs = self.logprobs((!tokens.is_empty()).then_some(&tokens));
+        deltas.into_iter().map(|delta| self.one(index, delta, logprobs.take(), None)).collect()
+    }
+
     fn logprobs(&self, tokens: Option<&[Placed]>) -> Option<ChatLogprobs> {
         tokens.map(|tokens| ChatLogprobs::new(self.state.prompts.tokenizer(), tokens))
     }
@@ -362,12 +415,18 @@ impl ChatChunks {
     fn whole(self, answers: Vec<Answer>, has_logprobs: bool, usage: Usage) -> ChatCompletion {
         let tokenizer = self.state.prompts.tokenizer();
         let choice = |(index, answer): (usize, Answer)| {
-            let tokens = has_logprobs.then(|| Waiting::all(tokenizer, &answer.tokens, &answer.text));
+            let shown = &self.form.shown_specials;
+            let tokens = has_logprobs.then(|| Waiting::all(tokenizer, shown, &answer.tokens, &answer.text));
+            let (text, tool_calls, finish_reason) = match self.form.tools {
+                Some(format) => tools::read(&answer.text, format, answer.finish_reason),
+                None => (answer.text, Vec::new(), answer.finish_reason.name()),
+            };
+            let content = Some(text).filter(|text| !text.is_empty() || tool_calls.is_empty());
             ChatChoice {
                 index,
                 logprobs: self.logprobs(tokens.as_deref()),
-                finish_reason: answer.finish_reason.name(),
-                message: AnswerMessage { role: "assistant", content: answer.text, refusal: None },
+                finish_reason,
+                message: AnswerMessage { role: "assistant", content, tool_calls, refusal: None },
             }
         };
         let choices = answers.into_iter().enumerate().map(choice).collect();
@@ -385,16 +444,29 @@ impl ChatChunks {
 
 impl Chunks for ChatChunks {
     fn open(&self, index: usize) -> Option<String> {
-        let delta = Delta { role: Some("assistant"), content: Some(String::new()) };
+        // Where tools may be called there may be no content.
+        let content = self.calling.is_empty().then(String::new);
+        let delta = Delta { role: Some("assistant"), content: Some(content), tool_calls: None };
         Some(self.one(index, delta, None, None))
     }
 
-    fn text(&self, index: usize, text: String, tokens: Option<&[Placed]>) -> String {
-        self.one(index, Delta { content: Some(text), ..Delta::default() }, self.logprobs(tokens), None)
+    fn text(&mut self, index: usize, text: String, tokens: Option<Vec<Placed>>) -> Vec<String> {
+        let Some(calling) = self.calling.get_mut(index) else {
+            return vec![self.one(index, Delta::of_text(text), self.logprobs(tokens.as_deref()), None)];
+        };
+        calling.tokens.extend(tokens.into_iter().flatten());
+        let deltas = calling.text(&text);
+        self.several(index, deltas, false)
     }
 
-    fn end(&self, index: usize, answer: &Answer) -> String {
-        self.one(index, Delta::default(), None, Some(answer.finish_reason.name()))
+    fn end(&mut self, index: usize, answer: &Answer) -> Vec<String> {
+        let (deltas, reason) = match self.calling.get_mut(index) {
+            Some(calling) => calling.end(answer.finish_reason),
+            None => (Vec::new(), answer.finish_reason.name()),
+        };
+        let mut chunks = self.several(index, deltas, true);
+        chunks.push(self.one(index, Delta::default(), None, Some(reason)));
+        chunks
     }
 
     fn usage(&self, usage: &Usage) -> String {

@@ -234,7 +234,7 @@ pub async fn completions(
     let has_logprobs = request.logprobs.is_some();
     if is_streamed {
         let options = stream::Options { logprobs: has_logprobs, include_usage };
-        return Ok(stream::respond(asked, chunks, &options, || Waiting::new(state.prompts.tokenizer().clone())));
+        return Ok(stream::respond(asked, chunks, &options, || Waiting::new(state.prompts.tokenizer().clone(), &[])));
     }
     let mut usage = Usage::of_prompts(asked.prompt_tokens);
     let choices = asked.choices();
@@ -274,7 +274,7 @@ impl CompletionChunks {
     fn whole(&self, answers: Vec<Answer>, has_logprobs: bool, usage: Usage) -> Completion<'_> {
         let tokenizer = self.state.prompts.tokenizer();
         let choice = |(index, answer): (usize, Answer)| {
-            let tokens = has_logprobs.then(|| Waiting::all(tokenizer, &answer.tokens, &answer.text));
+            let tokens = has_logprobs.then(|| Waiting::all(tokenizer, &[], &answer.tokens, &answer.text));
             CompletionChoice {
                 index,
                 logprobs: self.logprobs(tokens.as_deref()),
@@ -291,13 +291,14 @@ impl Chunks for CompletionChunks {
         None
     }
 
-    fn text(&self, index: usize, text: String, tokens: Option<&[Placed]>) -> String {
-        self.one(CompletionChoice { index, text, logprobs: self.logprobs(tokens), finish_reason: None })
+    fn text(&mut self, index: usize, text: String, tokens: Option<Vec<Placed>>) -> Vec<String> {
+        let logprobs = self.logprobs(tokens.as_deref());
+        vec![self.one(CompletionChoice { index, text, logprobs, finish_reason: None })]
     }
 
-    fn end(&self, index: usize, answer: &Answer) -> String {
+    fn end(&mut self, index: usize, answer: &Answer) -> Vec<String> {
         let finish_reason = Some(answer.finish_reason.name());
-        self.one(CompletionChoice { index, text: String::new(), logprobs: None, finish_reason })
+        vec![self.one(CompletionChoice { index, text: String::new(), logprobs: None, finish_reason })]
     }
 
     fn usage(&self, usage: &Usage) -> String {

@@ -87,6 +87,12 @@ impl ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, Some("unsupported_parameter"), message).with_param(param)
     }
 
+    /// An answer cannot go on in the form that a field asks for.
+    pub fn too_complex(param: &str) -> ApiError {
+        let message = format!("{param}: what may come next takes too much to find out; see the log, and ask for less");
+        ApiError::new(StatusCode::BAD_REQUEST, Some("form_too_complex"), message).with_param(param)
+    }
+
     /// A body that is not JSON.
     pub fn not_json(message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_json"), message).with_param("body")

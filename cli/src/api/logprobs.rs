@@ -15,6 +15,8 @@ const UNKNOWN: f32 = -9999.0;
 /// and special tokens, never are.
 pub struct Waiting {
     tokenizer: Arc<Tokenizer>,
+    /// Special tokens whose text is part of the answer's.
+    shown_specials: Vec<u32>,
     tokens: VecDeque<Placed>,
     /// Bytes of the tokens so far.
     token_bytes: usize,
@@ -32,13 +34,14 @@ pub struct Placed {
 }
 
 impl Waiting {
-    pub fn new(tokenizer: Arc<Tokenizer>) -> Waiting {
-        Waiting { tokenizer, tokens: VecDeque::new(), token_bytes: 0, text: String::new(), counted: (0, 0) }
+    pub fn new(tokenizer: Arc<Tokenizer>, shown_specials: &[u32]) -> Waiting {
+        let (shown_specials, tokens) = (shown_specials.to_vec(), VecDeque::new());
+        Waiting { tokenizer, shown_specials, tokens, token_bytes: 0, text: String::new(), counted: (0, 0) }
     }
 
     /// The next token.
     pub fn token(&mut self, token: Token) {
-        if !self.tokenizer.is_special(token.id) {
+        if !self.tokenizer.is_special(token.id) || self.shown_specials.contains(&token.id) {
             let start = self.token_bytes;
             self.token_bytes += self.tokenizer.token_bytes(token.id).len();
             self.tokens.push_back(Placed { token, start, offset: 0 });
@@ -68,8 +71,8 @@ impl Waiting {
     }
 
     /// Of a whole answer.
-    pub fn all(tokenizer: &Arc<Tokenizer>, tokens: &[Token], text: &str) -> Vec<Placed> {
-        let mut waiting = Waiting::new(tokenizer.clone());
+    pub fn all(tokenizer: &Arc<Tokenizer>, shown_specials: &[u32], tokens: &[Token], text: &str) -> Vec<Placed> {
+        let mut waiting = Waiting::new(tokenizer.clone(), shown_specials);
         tokens.iter().for_each(|token| waiting.token(token.clone()));
         waiting.text(text)
     }

@@ -20,9 +20,9 @@ pub trait Chunks: Send + 'static {
     /// What opens the answer of an index, if anything does.
     fn open(&self, index: usize) -> Option<String>;
     /// More text, and the tokens that begin in it where log-probabilities are wanted.
-    fn text(&self, index: usize, text: String, tokens: Option<&[Placed]>) -> String;
+    fn text(&mut self, index: usize, text: String, tokens: Option<Vec<Placed>>) -> Vec<String>;
     /// The end of an answer.
-    fn end(&self, index: usize, answer: &Answer) -> String;
+    fn end(&mut self, index: usize, answer: &Answer) -> Vec<String>;
     /// What follows the last answer, where it was asked for.
     fn usage(&self, usage: &Usage) -> String;
 }
@@ -82,15 +82,15 @@ impl<C: Chunks> Stream<C> {
                 Some(Happening::Token(index, token)) => self.token(index, token),
                 Some(Happening::Text(index, text)) => {
                     let tokens = self.waiting.get_mut(index).map(|waiting| waiting.text(&text));
-                    self.ready.push_back(self.chunks.text(index, text, tokens.as_deref()));
+                    self.ready.extend(self.chunks.text(index, text, tokens));
                 }
                 Some(Happening::Done(index, answer)) => {
                     let rest = self.waiting.get_mut(index).map(|waiting| waiting.text("")).unwrap_or_default();
                     if !rest.is_empty() {
-                        self.ready.push_back(self.chunks.text(index, String::new(), Some(&rest[..])));
+                        self.ready.extend(self.chunks.text(index, String::new(), Some(rest)));
                     }
                     self.usage.add(&answer, index % self.choices == 0);
-                    self.ready.push_back(self.chunks.end(index, &answer));
+                    self.ready.extend(self.chunks.end(index, &answer));
                 }
                 Some(Happening::Failed(error)) => self.failed(&error),
                 None => self.end(),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::{ModelArgs, OutputArgs, PipelineArgs};
+use super::{ModelArgs, OutputArgs, PipelineArgs, ToolFormatArg};
 
 /// `serve`
 #[derive(Debug, Args)]
@@ -25,6 +25,9 @@ pub struct ServeArgs {
     /// Jinja chat template to use instead of the model's own
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub chat_template: Option<PathBuf>,
+    /// How the model writes calls of tools (default: as its chat template says, else hermes)
+    #[arg(long, value_name = "FORM", value_enum, help_heading = "Model")]
+    pub tool_format: Option<ToolFormatArg>,
     #[command(flatten)]
     pub pipeline: PipelineArgs,
     /// Address to listen on: 127.0.0.1 is for this machine only, 0.0.0.0 for all that reach it; the latter wants --api-key

@@ -23,8 +23,9 @@ use crate::output::live::Live;
 use crate::output::progress::Steps;
 use crate::output::{Out, Report};
 use crate::plan::{self, Plan, Wanted};
-use crate::prompts::Prompts;
+use crate::prompts::{Form, Prompts};
 use crate::report::{StageRow, TokenRow, stage_table};
+use crate::requests::tools::{self, ToolCall, ToolUse};
 use crate::requests::{self, Defaults, RequestLine};
 use crate::settings::{self, SEQUENCES};
 use crate::{cancel, report};
@@ -40,7 +41,7 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
     let done = Done::read(&args.out)?;
     let checkpoint = super::open(&args.model)?;
     let template = super::run::chat_template(args.chat_template.as_deref())?;
-    let prompts = Prompts::new(&checkpoint, template)?;
+    let prompts = Prompts::new(&checkpoint, template)?.with_tool_format(args.tool_format.map(settings::tool_format));
     let defaults = Defaults {
         sampling: settings::sampling(&args.sampling, &checkpoint.generation, 0, 0)?,
         max_tokens: args.sampling.max_tokens,
@@ -76,6 +77,7 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
     let mut batch = Batch {
         file,
         path: &args.out,
+        prompts: &prompts,
         bar: Steps::new(&out.quiet_if(live.is_on()), "answered", "lines"),
         live,
         total,
@@ -111,6 +113,9 @@ struct Line {
 
 struct Job {
     request: Request,
+    /// Compiled when its turn comes: a file may have any number of grammars.
+    form: Form,
+    tools: Option<ToolUse>,
     logprobs: bool,
 }
 
@@ -124,7 +129,11 @@ impl Job {
 fn job(line: &RequestLine, prompts: &Prompts, defaults: &Defaults, vocab: usize) -> Result<Job, String> {
     // What is out of range is told before what is missing.
     let request = line.request(Vec::new(), defaults, vocab)?;
-    Ok(Job { request: Request { prompt: line.ids(prompts)?, ..request }, logprobs: line.candidates().is_some() })
+    let tools = line.tools()?;
+    let form = line.form(prompts, tools.as_ref())?;
+    let shown_specials = form.shown_specials.clone();
+    let request = Request { prompt: line.ids(prompts, tools.as_ref())?, shown_specials, ..request };
+    Ok(Job { request, form, tools, logprobs: line.candidates().is_some() })
 }
 
 /// What a file of answers holds.
@@ -191,6 +200,7 @@ fn is_begun(bytes: &[u8]) -> bool {
 struct Batch<'a> {
     file: File,
     path: &'a Path,
+    prompts: &'a Prompts,
     bar: Steps,
     live: Live,
     total: usize,
@@ -277,7 +287,11 @@ impl Batch<'_> {
         if status.waiting >= head.scheduler().limits().sequences {
             return Ok(Some(Line { number, id, job: Ok(job) }));
         }
-        match head.submit(job.request.clone()) {
+        let constraint = match self.prompts.constraint(&job.form, job.tools.as_ref()) {
+            Ok(constraint) => constraint,
+            Err(invalid) => return self.write_error(number, id, &invalid.to_string()).map(|()| None),
+        };
+        match head.submit(Request { constraint, ..job.request.clone() }) {
             Ok(request) => {
                 let choices = vec![None; job.request.choices.max(1) as usize];
                 self.running.insert(request, Pending { line: number, id, job, choices });
@@ -293,11 +307,8 @@ impl Batch<'_> {
 
     fn write_answer(&mut self, pending: Pending) -> Result<()> {
         let answers: Vec<Answer> = pending.choices.into_iter().flatten().collect();
-        let rows: Vec<ChoiceRow> = answers
-            .iter()
-            .enumerate()
-            .map(|(index, answer)| ChoiceRow::of(index, answer, pending.job.logprobs))
-            .collect();
+        let rows: Vec<ChoiceRow> =
+            answers.iter().enumerate().map(|(index, answer)| ChoiceRow::of(index, answer, &pending.job)).collect();
         let completion_tokens: usize = answers.iter().map(|answer| answer.tokens.len()).sum();
         let times = answers[0].timings;
         self.report.answers += 1;
@@ -362,19 +373,30 @@ struct ChoiceRow {
     index: usize,
     tokens: Vec<u32>,
     text: String,
+    /// Where tools could be called.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tool_calls: Option<Vec<ToolCall>>,
     finish_reason: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     logprobs: Option<Vec<TokenRow>>,
 }
 
 impl ChoiceRow {
-    fn of(index: usize, answer: &Answer, logprobs: bool) -> ChoiceRow {
+    fn of(index: usize, answer: &Answer, job: &Job) -> ChoiceRow {
+        let (text, tool_calls, finish_reason) = match job.form.tools {
+            Some(format) => {
+                let (text, calls, reason) = tools::read(&answer.text, format, answer.finish_reason);
+                (text, Some(calls), reason)
+            }
+            None => (answer.text.clone(), None, answer.finish_reason.name()),
+        };
         ChoiceRow {
             index,
             tokens: answer.tokens.iter().map(|token| token.id).collect(),
-            text: answer.text.clone(),
-            finish_reason: answer.finish_reason.name(),
-            logprobs: logprobs.then(|| answer.tokens.iter().map(TokenRow::of).collect()),
+            text,
+            tool_calls,
+            finish_reason,
+            logprobs: job.logprobs.then(|| answer.tokens.iter().map(TokenRow::of).collect()),
         }
     }
 }

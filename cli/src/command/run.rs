@@ -8,18 +8,19 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use pp_engine::chat_template::Message;
+use pp_engine::constraint::Grammar;
 use pp_engine::head::{Answer, Event, FinishReason, Head, HeadError, Request};
 use pp_engine::schedule::Refused;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::args::{PromptArgs, RunArgs};
+use crate::args::{FormArgs, PromptArgs, RunArgs};
 use crate::errors::{Exit, usage};
 use crate::output::Out;
 use crate::output::live::Live;
 use crate::output::progress::Steps;
 use crate::plan::{self, Plan, Wanted};
-use crate::prompts::Prompts;
+use crate::prompts::{Form, Prompts};
 use crate::report::{StageRow, TokenRow, stage_table};
 use crate::settings::{self, PromptSource};
 use crate::{cancel, report};
@@ -32,12 +33,15 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
     let out = Out::new(args.output.json, args.quiet);
     let candidates = settings::logprobs(args.logprobs, args.output.json)?;
     let template_args = settings::template_args(&args.prompt.template_arg)?;
+    let grammar = grammar(&args.form)?;
     let prompt = prompt(&args.prompt)?;
     let checkpoint = super::open(&args.model)?;
     let sampling = settings::sampling(&args.sampling, &checkpoint.generation, seed(), candidates)?;
     let plan = plan::make(checkpoint.clone(), &args.pipeline, Wanted::one(None), &out)?;
     let prompts = Prompts::new(&checkpoint, chat_template(args.prompt.chat_template.as_deref())?)?;
     let ids = encode(&prompts, &prompt, &args.prompt, &template_args)?;
+    let constraint = prompts.constraint(&Form::of_grammar(grammar, "response_format"), None);
+    let constraint = constraint.map_err(|invalid| usage(invalid.message))?;
     let context = plan.options.context;
     if ids.len() > context {
         return Err(HeadError::from(Refused::PromptTooLong { tokens: ids.len(), context }).into());
@@ -52,6 +56,7 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
         stop: args.sampling.stop.clone(),
         stop_at_eos: true,
         deadline: None,
+        constraint,
         ..Request::default()
     };
     let started = Instant::now();
@@ -118,6 +123,22 @@ fn answer(head: &mut Head, request: Request, live: &mut Live, say: &mut dyn FnMu
             other => drop(other?),
         }
     }
+}
+
+/// What the options say of how an answer must look.
+fn grammar(args: &FormArgs) -> Result<Option<Grammar>> {
+    Ok(match (&args.json_schema, &args.grammar, &args.regex) {
+        (Some(schema), _, _) => {
+            let text =
+                if schema.trim_start().starts_with('{') { schema.clone() } else { read_text(Path::new(schema))? };
+            let parsed = serde_json::from_str(&text);
+            let schema = parsed.map_err(|error| usage(format!("--json-schema is no JSON: {error}")))?;
+            Some(Grammar::JsonSchema(schema))
+        }
+        (_, Some(path), _) => Some(Grammar::Lark(read_text(path)?)),
+        (_, _, Some(pattern)) => Some(Grammar::Regex(pattern.clone())),
+        _ => args.json_object.then_some(Grammar::JsonObject),
+    })
 }
 
 fn seed() -> u64 {

@@ -18,7 +18,7 @@ use tokio::sync::watch;
 use crate::api::guard::Key;
 use crate::api::metrics::Metrics;
 use crate::api::pipeline::Facts;
-use crate::api::{self, Model, Settings, Shared, State};
+use crate::api::{self, Compiling, Model, Settings, Shared, State};
 use crate::args::{PipelineArgs, SamplingArgs, ServeArgs};
 use crate::errors::usage;
 use crate::output::{Out, Report};
@@ -49,7 +49,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let listener = listen(SocketAddr::new(args.host, args.port))?;
     let checkpoint = super::open(&args.model)?;
     let template = super::run::chat_template(args.chat_template.as_deref())?;
-    let prompts = Prompts::new(&checkpoint, template)?;
+    let prompts = Prompts::new(&checkpoint, template)?.with_tool_format(args.tool_format.map(settings::tool_format));
     let sampling =
         settings::sampling(&SamplingArgs { max_tokens: 1, ..SamplingArgs::default() }, &checkpoint.generation, 0, 0)?;
     let loader = Loader {
@@ -80,6 +80,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
             log_prompts: args.log_prompts,
         },
         metrics: Metrics::new(),
+        compiling: Compiling::new(),
     });
     let address = listener.local_addr()?;
     out.result(&Ready {

@@ -42,6 +42,8 @@ impl fmt::Display for Invalid {
     }
 }
 
+impl std::error::Error for Invalid {}
+
 /// A number that is out of its range.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OutOfRange {

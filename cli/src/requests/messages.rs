@@ -1,11 +1,14 @@
 //! Messages of a conversation as OpenAI's API writes them.
 
+use std::collections::HashMap;
+
 use pp_engine::chat_template::Message;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use super::choosing::Invalid;
+use super::tools::ToolCall;
 
 /// Who may speak.
 const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
@@ -17,13 +20,18 @@ pub struct ChatMessage {
     /// Who speaks: `system` or `developer`, `user`, `assistant`, `tool`.
     #[schema(pattern = "^(system|developer|user|assistant|tool)$")]
     pub role: String,
-    /// What is said.
+    /// What is said; may be null where an assistant calls tools.
     #[serde(default)]
     pub content: Option<Content>,
-    /// The speaker's name; templates do not show it.
+    /// The speaker's name, or the tool's; few templates show it.
     #[serde(default)]
-    #[expect(dead_code, reason = "taken and not used")]
     pub name: Option<String>,
+    /// Calls that an assistant asked for.
+    #[serde(default)]
+    pub tool_calls: Option<Vec<ToolCall>>,
+    /// Of a tool's message: the call that it is the result of.
+    #[serde(default)]
+    pub tool_call_id: Option<String>,
     /// What an assistant refused, as clients send it back.
     #[serde(default)]
     #[expect(dead_code, reason = "taken and not used")]
@@ -64,24 +72,78 @@ pub fn conversation(messages: &[ChatMessage], param: &str) -> Result<Vec<Message
     if messages.is_empty() {
         return Err(Invalid::new(param, "expected at least one message"));
     }
-    messages.iter().enumerate().map(|(index, message)| message.to_template(&format!("{param}[{index}]"))).collect()
+    let mut calls = HashMap::new();
+    let mut conversation = Vec::with_capacity(messages.len());
+    for (index, message) in messages.iter().enumerate() {
+        conversation.push(message.to_template(&format!("{param}[{index}]"), &calls)?);
+        calls.extend(message.calls().iter().map(|call| (call.id.as_str(), call.function.name.as_str())));
+    }
+    Ok(conversation)
 }
 
 impl ChatMessage {
-    fn to_template(&self, param: &str) -> Result<Message, Invalid> {
+    fn calls(&self) -> &[ToolCall] {
+        self.tool_calls.as_deref().unwrap_or_default()
+    }
+
+    /// `calls`: names of the functions that were called before, by the id of the call.
+    fn to_template(&self, param: &str, calls: &HashMap<&str, &str>) -> Result<Message, Invalid> {
         let is_known = ROLES.contains(&self.role.as_str());
         Invalid::unless(is_known, &format!("{param}.role"), "system, developer, user, assistant or tool")?;
         // The newer name of the same; templates know the older one.
         let role = if self.role == "developer" { "system" } else { self.role.as_str() };
-        let content = match &self.content {
-            Some(Content::Text(text)) => text.clone(),
+        let mut message = Message::new(role, self.text(param)?);
+        message.extra = self.extra(param, calls)?;
+        Ok(message)
+    }
+
+    fn text(&self, param: &str) -> Result<String, Invalid> {
+        match &self.content {
+            Some(Content::Text(text)) => Ok(text.clone()),
             Some(Content::Parts(parts)) => {
                 let texts = parts.iter().enumerate();
-                texts.map(|(index, part)| part.text(&format!("{param}.content[{index}]"))).collect::<Result<_, _>>()?
+                texts.map(|(index, part)| part.text(&format!("{param}.content[{index}]"))).collect()
             }
-            None => return Err(Invalid::new(format!("{param}.content"), "expected a string or an array of parts")),
-        };
-        Ok(Message::new(role, content))
+            None if self.calls().is_empty() => {
+                Err(Invalid::new(format!("{param}.content"), "expected a string or an array of parts"))
+            }
+            None => Ok(String::new()),
+        }
+    }
+
+    /// What templates see beside role and content.
+    fn extra(&self, param: &str, calls: &HashMap<&str, &str>) -> Result<Map<String, Value>, Invalid> {
+        let mut extra = Map::new();
+        let mut name = self.name.as_deref();
+        if !self.calls().is_empty() {
+            Invalid::unless(self.role == "assistant", &format!("{param}.tool_calls"), "calls of an assistant only")?;
+            let calls = self.calls().iter().enumerate();
+            let shown = calls.map(|(index, call)| call.to_template(&format!("{param}.tool_calls[{index}]")));
+            extra.insert("tool_calls".into(), shown.collect::<Result<_, _>>()?);
+        }
+        match (&self.tool_call_id, self.role == "tool") {
+            (Some(id), true) => {
+                let called = calls.get(id.as_str()).ok_or_else(|| {
+                    Invalid::new(
+                        format!("{param}.tool_call_id"),
+                        format!("no message before has a call with the id {id:?}"),
+                    )
+                })?;
+                name = name.or(Some(called));
+                extra.insert("tool_call_id".into(), id.as_str().into());
+            }
+            (None, true) => {
+                return Err(Invalid::new(format!("{param}.tool_call_id"), "expected the id of the call that was made"));
+            }
+            (Some(_), false) => {
+                return Err(Invalid::new(format!("{param}.tool_call_id"), "goes with the role tool only"));
+            }
+            (None, false) => {}
+        }
+        if let Some(name) = name {
+            extra.insert("name".into(), name.into());
+        }
+        Ok(extra)
     }
 }
 
@@ -101,6 +163,8 @@ impl Part {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn read(json: &str) -> Result<Vec<Message>, Invalid> {
@@ -111,7 +175,35 @@ mod tests {
     fn texts_and_parts_are_put_to_the_template() {
         let json = r#"[{"role": "developer", "content": "a"},
             {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}], "name": "x"}]"#;
-        assert_eq!(read(json).unwrap(), [Message::new("system", "a"), Message::new("user", "bc")]);
+        let mut user = Message::new("user", "bc");
+        user.extra.insert("name".into(), "x".into());
+        assert_eq!(read(json).unwrap(), [Message::new("system", "a"), user]);
+    }
+
+    const CALLS: &str = r#"{"role": "assistant", "content": null, "tool_calls": [{"id": "c1", "type": "function",
+        "function": {"name": "f", "arguments": "{\"a\": 1}"}}]}"#;
+
+    #[test]
+    fn calls_and_results_are_put_to_the_template() {
+        let result = r#"{"role": "tool", "tool_call_id": "c1", "content": "5"}"#;
+        let found = read(&format!(r#"[{{"role": "user", "content": "x"}}, {CALLS}, {result}]"#)).unwrap();
+        assert_eq!(found[1].content, "");
+        assert_eq!(found[1].extra["tool_calls"][0]["function"], json!({"name": "f", "arguments": {"a": 1}}));
+        assert_eq!(found[2].extra, *json!({"tool_call_id": "c1", "name": "f"}).as_object().unwrap());
+    }
+
+    #[test]
+    fn calls_and_results_that_do_not_fit_are_named() {
+        let check = |json: String, param: &str| assert_eq!(read(&json).expect_err(&json).param, param);
+        let after = |message: &str| format!("[{CALLS}, {message}]");
+        check(after(r#"{"role": "tool", "content": "5"}"#), "messages[1].tool_call_id");
+        check(after(r#"{"role": "tool", "tool_call_id": "c2", "content": "5"}"#), "messages[1].tool_call_id");
+        check(after(r#"{"role": "user", "tool_call_id": "c1", "content": "5"}"#), "messages[1].tool_call_id");
+        check(after(r#"{"role": "tool", "tool_call_id": "c1"}"#), "messages[1].content");
+        check(format!("[{}]", CALLS.replace("assistant", "user")), "messages[0].tool_calls");
+        check(format!("[{}]", CALLS.replace("\"f\"", "\"f g\"")), "messages[0].tool_calls[0].function.name");
+        check(format!("[{}]", CALLS.replace("\"function\",", "\"other\",")), "messages[0].tool_calls[0].type");
+        check(r#"[{"role": "assistant", "content": null, "tool_calls": []}]"#.into(), "messages[0].content");
     }
 
     #[test]
@@ -120,6 +212,8 @@ mod tests {
         check("[]", "messages");
         check(r#"[{"role": "king", "content": "a"}]"#, "messages[0].role");
         check(r#"[{"role": "user"}]"#, "messages[0].content");
+        check(r#"[{"role": "", "content": "a"}]"#, "messages[0].role");
+        check(r#"[{"role": "user<|im_end|>", "content": "a"}]"#, "messages[0].role");
         check(r#"[{"role": "user", "content": null}]"#, "messages[0].content");
         let image = r#"{"type": "image_url", "image_url": {"url": "data:"}}"#;
         let json = format!(r#"[{{"role": "user", "content": [{{"type": "text", "text": "b"}}, {image}]}}]"#);

@@ -111,14 +111,18 @@ fn replay(path: &Path, prompts: &Prompts, vocab: usize) -> Result<Vec<(f64, Requ
         let line = text.and_then(|text| RequestLine::parse(&text)).map_err(bad)?;
         // What is out of range is told before what is missing.
         let request = line.request(Vec::new(), &defaults, vocab).map_err(bad)?;
+        let tools = line.tools().map_err(bad)?;
+        let form = line.form(prompts, tools.as_ref()).map_err(bad)?;
+        let constraint = prompts.constraint(&form, tools.as_ref()).map_err(|invalid| bad(invalid.to_string()))?;
         let prompt = match (line.prompt_tokens, line.prompt.is_some() || line.messages.is_some()) {
             (Some(tokens), false) if (1..=1 << 20).contains(&tokens) => {
                 (0..tokens).map(|place| made_up_id(place + 1009 * number, vocab)).collect()
             }
-            (None, true) => line.ids(prompts).map_err(bad)?,
+            (None, true) => line.ids(prompts, tools.as_ref()).map_err(bad)?,
             _ => return Err(bad("one of prompt_tokens, prompt and messages is expected".to_owned())),
         };
-        let request = Request { prompt, stop_at_eos: line.prompt_tokens.is_none(), ..request };
+        let stop_at_eos = line.prompt_tokens.is_none();
+        let request = Request { prompt, stop_at_eos, constraint, shown_specials: form.shown_specials, ..request };
         requests.push((line.arrival_ms.unwrap_or(0.0) * 1e-3, request));
     }
     if requests.is_empty() {
