@@ -18,6 +18,7 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
+use utoipa::openapi::schema::{Object, ObjectBuilder, Type};
 
 use crate::errors::usage;
 use crate::prompts::{Form, Prompts};
@@ -25,6 +26,11 @@ use choosing::{Choosing, Invalid};
 use format::ResponseFormat;
 use messages::ChatMessage;
 use tools::{ToolChoice, ToolSpec, ToolUse};
+
+/// How the OpenAPI document describes what is known and must not be asked for.
+pub fn null_schema() -> Object {
+    ObjectBuilder::new().schema_type(Type::Null).build()
+}
 
 /// Bytes of a line at most.
 const LINE_BYTES_MAX: usize = 32 << 20;

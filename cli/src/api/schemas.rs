@@ -1,12 +1,13 @@
 //! Fields of requests as the OpenAPI document describes them, where the types of Rust say less than is checked.
 
 use serde_json::Value;
+use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{AdditionalProperties, Array, ArrayBuilder, ObjectBuilder, OneOfBuilder, Schema, Type};
-use utoipa::openapi::{Object, RefOr};
 
 use super::answers::{STOP_CHARACTERS_MAX, STOPS_MAX};
 use super::completions::PROMPTS_MAX;
 use crate::requests::choosing::BIASES_MAX;
+pub use crate::requests::null_schema as null;
 
 /// `stop`: null, a text, or several.
 pub fn stop() -> Schema {
@@ -45,11 +46,6 @@ pub fn logit_bias() -> Schema {
 pub fn modalities() -> Schema {
     let text = ObjectBuilder::new().schema_type(Type::String).enum_values(Some(["text"]));
     OneOfBuilder::new().item(null()).item(list(text.into(), 0, 1)).build().into()
-}
-
-/// What is known and must not be asked for.
-pub fn null() -> Object {
-    ObjectBuilder::new().schema_type(Type::Null).build()
 }
 
 /// What is known and must not be true.

@@ -46,9 +46,8 @@ pub enum FormatKind {
 #[serde(deny_unknown_fields)]
 pub struct NamedSchema {
     /// What it is called; nothing is made of it.
-    #[serde(default)]
     #[expect(dead_code, reason = "taken and not used")]
-    pub name: Option<String>,
+    pub name: String,
     /// What it is for; nothing is made of it.
     #[serde(default)]
     #[expect(dead_code, reason = "taken and not used")]
@@ -140,7 +139,7 @@ mod tests {
         let check = |json: &str, param: &str| assert_eq!(read(json).expect_err(json).param, param);
         check(r#"{"type": "json_schema"}"#, "response_format.json_schema");
         check(r#"{"type": "regex", "grammar": "a"}"#, "response_format.pattern");
-        check(r#"{"type": "json_object", "json_schema": {}}"#, "response_format.json_schema");
+        check(r#"{"type": "json_object", "json_schema": {"name": "x"}}"#, "response_format.json_schema");
         check(r#"{"type": "text", "pattern": "a"}"#, "response_format.pattern");
         check(r#"{"type": "grammar"}"#, "response_format.grammar");
     }

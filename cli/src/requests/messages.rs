@@ -36,6 +36,18 @@ pub struct ChatMessage {
     #[serde(default)]
     #[expect(dead_code, reason = "taken and not used")]
     pub refusal: Option<String>,
+    /// As clients send an assistant's message back; not used.
+    #[serde(default)]
+    #[expect(dead_code, reason = "taken and not used")]
+    pub annotations: Option<Vec<Value>>,
+    /// Null, as clients send an assistant's message back.
+    #[serde(default)]
+    #[schema(schema_with = super::null_schema)]
+    pub audio: Option<Value>,
+    /// The same.
+    #[serde(default)]
+    #[schema(schema_with = super::null_schema)]
+    pub function_call: Option<Value>,
 }
 
 /// What a message says.
@@ -90,6 +102,9 @@ impl ChatMessage {
     fn to_template(&self, param: &str, calls: &HashMap<&str, &str>) -> Result<Message, Invalid> {
         let is_known = ROLES.contains(&self.role.as_str());
         Invalid::unless(is_known, &format!("{param}.role"), "system, developer, user, assistant or tool")?;
+        for (field, value) in [("audio", &self.audio), ("function_call", &self.function_call)] {
+            Invalid::unless(value.is_none(), &format!("{param}.{field}"), "null: it is not supported")?;
+        }
         // The newer name of the same; templates know the older one.
         let role = if self.role == "developer" { "system" } else { self.role.as_str() };
         let mut message = Message::new(role, self.text(param)?);
@@ -192,6 +207,14 @@ mod tests {
         assert_eq!(found[2].extra, *json!({"tool_call_id": "c1", "name": "f"}).as_object().unwrap());
     }
 
+    /// OpenAI's client dumps an assistant's message with all its fields.
+    #[test]
+    fn what_was_answered_can_be_sent_back() {
+        let json = r#"[{"role": "assistant", "content": "a", "refusal": null, "annotations": null, "audio": null,
+            "function_call": null, "tool_calls": null}]"#;
+        assert_eq!(read(json).unwrap(), [Message::new("assistant", "a")]);
+    }
+
     #[test]
     fn calls_and_results_that_do_not_fit_are_named() {
         let check = |json: String, param: &str| assert_eq!(read(&json).expect_err(&json).param, param);
@@ -213,6 +236,8 @@ mod tests {
         check(r#"[{"role": "king", "content": "a"}]"#, "messages[0].role");
         check(r#"[{"role": "user"}]"#, "messages[0].content");
         check(r#"[{"role": "", "content": "a"}]"#, "messages[0].role");
+        check(r#"[{"role": "assistant", "content": "a", "audio": {"id": "x"}}]"#, "messages[0].audio");
+        check(r#"[{"role": "assistant", "content": "a", "function_call": {}}]"#, "messages[0].function_call");
         check(r#"[{"role": "user<|im_end|>", "content": "a"}]"#, "messages[0].role");
         check(r#"[{"role": "user", "content": null}]"#, "messages[0].content");
         let image = r#"{"type": "image_url", "image_url": {"url": "data:"}}"#;

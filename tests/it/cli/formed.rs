@@ -60,7 +60,7 @@ fn tools_are_called_in_a_batch() {
         json!({"messages": messages, "tools": tools, "tool_choice": "required", "parallel_tool_calls": false}),
         json!({"prompt": "x", "tools": tools, "tool_choice": named}),
         json!({"prompt": "x", "tools": [tool("a b")]}),
-        json!({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}),
+        json!({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}}),
     ];
     let lines: String = lines.iter().map(|line| format!("{line}\n")).collect();
     std::fs::write(&requests, lines).unwrap();
