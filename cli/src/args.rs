@@ -1,6 +1,7 @@
 //! What was typed. Says nothing about what it means: that is [`crate::settings`].
 
 mod bench;
+mod chat;
 mod cluster;
 mod form;
 mod network;
@@ -12,6 +13,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Deserialize;
 
 pub use bench::{ApiArg, BenchArgs, Lengths, LoadArgs};
+pub use chat::{ChatArgs, ContextPolicy, ThoughtsArg};
 pub use cluster::{AddArgs, ClusterArgs, ClusterVerb, DrainArgs, InitArgs, RemoveArgs, StatusArgs, WorkerArgs};
 pub use form::{FormArgs, ToolFormatArg};
 pub use network::{DoctorArgs, NetBenchArgs, NetBenchEndArgs, NetworkArg, TransportArg};
@@ -24,6 +26,7 @@ Examples:
   pp-run -m qwen.gguf --raw -n 64 < start.txt           continue a text, without a chat template
   pp-run -m qwen.gguf --device 0,1 --stages 2 \"Hello\"   stages on two adapters
   pp-run -m qwen.gguf --stages 3 --workers rig2,rig3 \"Hello\"   stage 0 here, the others on two workers
+  pp-run                                                a conversation, on a terminal (see pp-run help chat)
   pp-run -- devices                                     `--` makes a prompt of a verb
   pp-run plan -m qwen.gguf --stages 2                   what each stage would hold; loads nothing
 
@@ -56,7 +59,8 @@ Environment:
     version,
     about = "Run a language model as a pipeline of stages on one or more GPUs",
     long_about = "Run a language model as a pipeline of stages, cut by depth, on one or more GPUs (Vulkan), or on the \
-                  processor through a software driver.\n\nWithout a verb: answer one prompt, streamed to stdout.",
+                  processor through a software driver.\n\nWithout a verb: answer one prompt, streamed to stdout; \
+                  without a prompt, on a terminal: a conversation.",
     after_help = EXAMPLES,
     after_long_help = format!("{EXAMPLES}\n\n{EXIT_CODES}"),
     override_usage = "pp-run [OPTIONS] [PROMPT]\n       pp-run <COMMAND> [OPTIONS]"
@@ -73,6 +77,8 @@ pub struct Cli {
 /// What else there is beside an answer.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
+    /// Talk to a model: a conversation that goes on, and commands about it and the pipe
+    Chat(Box<ChatArgs>),
     /// Every adapter: what it is, what it can do, whether its kernels compute right, whether it would be used
     Devices(DevicesArgs),
     /// What a model file holds: architecture, sizes, tensors, tokenizer, and what is not supported
@@ -285,7 +291,7 @@ pub struct PipelineArgs {
 }
 
 /// How tokens are chosen.
-#[derive(Debug, Default, Args)]
+#[derive(Clone, Debug, Default, Args)]
 pub struct SamplingArgs {
     /// Most tokens of the answer
     #[arg(short = 'n', long, value_name = "TOKENS", default_value_t = 512, help_heading = "Answer")]

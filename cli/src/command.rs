@@ -2,6 +2,7 @@
 
 mod batch;
 mod bench;
+mod chat;
 mod cluster;
 mod devices;
 mod doctor;
@@ -10,7 +11,7 @@ mod net_bench;
 mod perplexity;
 mod plan;
 mod pull;
-mod run;
+pub mod run;
 mod serve;
 mod sim;
 mod trace;
@@ -30,14 +31,14 @@ use pp_engine::tokenizer::Tokenizer;
 use pp_engine::trace::{Trace, chrome};
 use pp_engine::weights::LoadError;
 
-use crate::args::{Cli, ModelArgs, PipelineArgs, Verb};
+use crate::args::{ChatArgs, Cli, ModelArgs, PipelineArgs, Verb};
 use crate::memory::{self, Room};
 use crate::models::Places;
 use crate::output::Out;
 use crate::output::progress::Loading;
 use crate::plan::Plan;
 use crate::report::{Widened, layer_range, place};
-use crate::{cancel, errors, settings};
+use crate::{cancel, errors, output, settings};
 
 /// Does what was asked.
 ///
@@ -45,7 +46,12 @@ use crate::{cancel, errors, settings};
 /// [`errors::exit_of`] says what they mean.
 pub fn run(cli: Cli) -> Result<ExitCode> {
     match cli.verb {
+        None if output::is_a_person_there() => match ChatArgs::of(cli.run) {
+            Ok(args) => chat::run(args),
+            Err(args) => run::run(&args),
+        },
         None => run::run(&cli.run),
+        Some(Verb::Chat(args)) => chat::run(*args),
         Some(Verb::Devices(args)) => devices::run(&args),
         Some(Verb::Inspect(args)) => inspect::run(&args),
         Some(Verb::Plan(args)) => plan::run(&args),
@@ -64,13 +70,20 @@ pub fn run(cli: Cli) -> Result<ExitCode> {
     }
 }
 
-fn open(args: &ModelArgs) -> Result<Arc<Checkpoint>> {
+/// The model that is wanted.
+///
+/// # Errors
+/// When it is not there or cannot be read.
+pub fn open(args: &ModelArgs) -> Result<Arc<Checkpoint>> {
     let path = Places::from_env().find(args.model.as_deref())?;
     Ok(Arc::new(Checkpoint::open(&path)?))
 }
 
 /// Loads a plan's stages, with a bar each. Returns the seconds it took.
-fn load(plan: &Plan, options: HeadOptions, tokenizer: Arc<Tokenizer>, out: &Out) -> Result<(Head, f64)> {
+///
+/// # Errors
+/// When a stage does not load, or the user wants it to end.
+pub fn load(plan: &Plan, options: HeadOptions, tokenizer: Arc<Tokenizer>, out: &Out) -> Result<(Head, f64)> {
     let started = std::time::Instant::now();
     plan.notes().iter().for_each(|note| out.note(note));
     let stages = plan.layouts.iter().zip(&plan.devices).map(|(layout, device)| {
@@ -122,7 +135,7 @@ fn no_room(plan: &Plan, stage: &StageName, room: Room) -> String {
 }
 
 /// What was typed for the head.
-fn head_options(args: &PipelineArgs) -> HeadOptions {
+pub fn head_options(args: &PipelineArgs) -> HeadOptions {
     HeadOptions {
         prefix_cache: !args.no_prefix_cache,
         groups: args.groups,
@@ -132,7 +145,10 @@ fn head_options(args: &PipelineArgs) -> HeadOptions {
 }
 
 /// Writes a trace for `pp-run trace` and Perfetto.
-fn write_trace(trace: &Trace, path: &Path) -> Result<()> {
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn write_trace(trace: &Trace, path: &Path) -> Result<()> {
     let write = || -> std::io::Result<()> {
         let mut file = BufWriter::new(File::create(path)?);
         chrome::write(trace, &mut file)?;

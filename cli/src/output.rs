@@ -1,6 +1,7 @@
 //! The only module that prints. Results go to stdout, everything else to stderr; text and JSON come from one struct.
 
 pub mod live;
+pub mod markdown;
 pub mod progress;
 
 use std::io::{self, IsTerminal, Write};
@@ -63,11 +64,19 @@ impl Out {
         Ok(stdout.flush()?)
     }
 
-    /// Prints a piece of an answer to stdout at once.
+    /// Prints a piece of an answer to stdout at once. On a terminal it does nothing but show.
     ///
     /// # Errors
     /// When stdout does not take it.
     pub fn stream(&self, piece: &str) -> io::Result<()> {
+        if io::stdout().is_terminal() { self.stream_styled(&shown(piece)) } else { self.stream_styled(piece) }
+    }
+
+    /// As [`Out::stream`], of what has been made fit for a terminal already.
+    ///
+    /// # Errors
+    /// When stdout does not take it.
+    pub fn stream_styled(&self, piece: &str) -> io::Result<()> {
         if self.json {
             return Ok(());
         }
@@ -91,6 +100,28 @@ impl Out {
             say(&format!("{text}\n"));
         }
     }
+
+    /// As [`Out::note`], less important than what is around it.
+    pub fn aside(&self, text: &str) {
+        let dim = if colours() { Style::new().dimmed() } else { Style::new() };
+        self.note(&format!("{dim}{text}{dim:#}"));
+    }
+
+    /// What was asked for beside results: to stderr, also where notes are not wanted.
+    pub fn tell(&self, text: &str) {
+        say(&format!("{text}\n"));
+    }
+}
+
+/// The prompt of somebody who types on a terminal without cursor control: to stderr.
+pub fn ask() {
+    say("> ");
+}
+
+/// Whether a person sits at all three ends, at a terminal that can move its cursor.
+pub fn is_a_person_there() -> bool {
+    let dumb = std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb");
+    io::stdin().is_terminal() && io::stdout().is_terminal() && io::stderr().is_terminal() && !dumb
 }
 
 /// Says why the program ends, and what to do.
@@ -147,7 +178,7 @@ fn say(text: &str) {
 }
 
 /// Whether stderr takes colours.
-fn colours() -> bool {
+pub fn colours() -> bool {
     takes_colours(&io::stderr())
 }
 
@@ -179,6 +210,12 @@ impl Canvas {
 /// A text from a file, such that it does nothing to a terminal and stays on its line.
 pub fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c }).collect()
+}
+
+/// A text of several lines, such that it does nothing to a terminal but show.
+pub fn shown(text: &str) -> String {
+    let harmless = |c: char| matches!(c, '\n' | '\t') || !c.is_control();
+    text.chars().map(|c| if harmless(c) { c } else { char::REPLACEMENT_CHARACTER }).collect()
 }
 
 /// Rows in aligned columns under a header; columns after the first `left` are aligned to the right.
@@ -236,6 +273,11 @@ mod tests {
     #[test]
     fn texts_from_files_do_nothing_to_a_terminal() {
         assert_eq!(printable("a\u{1b}[31m\nb ☃"), "a\u{fffd}[31m\u{fffd}b ☃");
+    }
+
+    #[test]
+    fn answers_do_nothing_to_a_terminal_but_show() {
+        assert_eq!(shown("a\u{1b}]0;x\u{7}\n\tb\u{9b}2J é"), "a\u{fffd}]0;x\u{fffd}\n\tb\u{fffd}2J é");
     }
 
     #[test]

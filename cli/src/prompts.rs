@@ -6,7 +6,7 @@ mod untaught;
 use std::sync::{Arc, OnceLock};
 
 use anyhow::Result;
-use pp_engine::chat_template::{ChatTemplate, Message, RenderOptions};
+use pp_engine::chat_template::{ChatTemplate, Message, RenderOptions, Rendered};
 use pp_engine::checkpoint::Checkpoint;
 use pp_engine::constraint::{ConstraintError, Grammars};
 use pp_engine::tokenizer::{Encode, Tokenizer};
@@ -103,33 +103,59 @@ impl Prompts {
         tools: Option<&ToolUse>,
         extra: &Map<String, Value>,
     ) -> Result<Vec<u32>> {
-        let template = self.template.as_ref().ok_or_else(|| {
-            model(format!(
-                "{} has no chat template: use --raw to continue plain text, or --chat-template FILE",
-                self.origin
-            ))
-        })?;
-        let render = |tools: Option<&ToolUse>| {
-            let taught = tools.filter(|_| self.is_taught_tools);
-            let options = RenderOptions {
-                add_generation_prompt: true,
-                bos_token: self.tokenizer.bos_text(),
-                eos_token: self.tokenizer.eos_text(),
-                extra: extra.clone(),
-                tools: taught.map(|tools| tools.shown.clone()),
-                ..RenderOptions::default()
-            };
-            if self.is_taught_tools {
-                return template.render(messages, &options);
-            }
-            template.render(&untaught::conversation(messages, tools, self.tool_format), &options)
-        };
-        let plain = render(None)?;
+        let plain = self.render(messages, None, extra, true)?;
         let Some(tools) = tools else { return Ok(self.tokenizer.encode_chat(&plain)?) };
-        let rendered = render(Some(tools)).map_err(|error| Invalid::new("tools", error.to_string()))?;
+        let rendered = self.render(messages, Some(tools), extra, true);
+        let rendered = rendered.map_err(|error| Invalid::new("tools", format!("{error:#}")))?;
         if rendered.text() == plain.text() {
             return Err(Invalid::new("tools", "the chat template of the model has no place for them").into());
         }
         Ok(self.tokenizer.encode_chat(&rendered)?)
+    }
+
+    /// What the template itself writes at the beginning of the answer to `messages`, behind the last message.
+    ///
+    /// # Errors
+    /// As [`Prompts::chat`].
+    pub fn beginning(&self, messages: &[Message], extra: &Map<String, Value>) -> Result<String> {
+        let (asked, bare) = (self.render(messages, None, extra, true)?, self.render(messages, None, extra, false)?);
+        Ok(asked.text().strip_prefix(bare.text()).unwrap_or_default().to_owned())
+    }
+
+    /// The template.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn template(&self) -> Result<&ChatTemplate> {
+        self.template.as_ref().ok_or_else(|| {
+            model(format!(
+                "{} has no chat template: use --raw to continue plain text, or --chat-template FILE",
+                self.origin
+            ))
+        })
+    }
+
+    /// `ask`: for the beginning of a reply at the end.
+    fn render(
+        &self,
+        messages: &[Message],
+        tools: Option<&ToolUse>,
+        extra: &Map<String, Value>,
+        ask: bool,
+    ) -> Result<Rendered> {
+        let taught = tools.filter(|_| self.is_taught_tools);
+        let options = RenderOptions {
+            add_generation_prompt: ask,
+            bos_token: self.tokenizer.bos_text(),
+            eos_token: self.tokenizer.eos_text(),
+            extra: extra.clone(),
+            tools: taught.map(|tools| tools.shown.clone()),
+            ..RenderOptions::default()
+        };
+        let template = self.template()?;
+        if self.is_taught_tools {
+            return Ok(template.render(messages, &options)?);
+        }
+        Ok(template.render(&untaught::conversation(messages, tools, self.tool_format), &options)?)
     }
 }

@@ -268,14 +268,14 @@ pub fn open(path: &Path) -> Result<impl Iterator<Item = Result<(usize, Result<St
 
 /// The lines of a file: each with its number, from 1; empty ones are left out. A line that is too long or no UTF-8 is
 /// an error of its own, and the next one follows.
-struct Lines<R> {
+pub struct Lines<R> {
     reader: R,
     number: usize,
 }
 
 impl<R: BufRead> Lines<R> {
     /// Lines of `reader`.
-    fn new(reader: R) -> Lines<R> {
+    pub fn new(reader: R) -> Lines<R> {
         Lines { reader, number: 0 }
     }
 

@@ -102,7 +102,15 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
 }
 
 /// The answer to a request, alone in the pipe; when the user wants it to end, what there is so far.
-fn answer(head: &mut Head, request: Request, live: &mut Live, say: &mut dyn FnMut(Event)) -> Result<Answer, HeadError> {
+///
+/// # Errors
+/// When it is refused, or the pipeline fails.
+pub fn answer(
+    head: &mut Head,
+    request: Request,
+    live: &mut Live,
+    say: &mut dyn FnMut(Event),
+) -> Result<Answer, HeadError> {
     let id = head.submit(request)?;
     let mut answer = None;
     loop {
@@ -141,7 +149,8 @@ fn grammar(args: &FormArgs) -> Result<Option<Grammar>> {
     })
 }
 
-fn seed() -> u64 {
+/// A seed from the clock.
+pub fn seed() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64)
 }
 
@@ -174,6 +183,9 @@ fn encode(prompts: &Prompts, prompt: &str, args: &PromptArgs, extra: &Map<String
 }
 
 /// The template that `--chat-template` names, and its name.
+///
+/// # Errors
+/// When it cannot be read.
 pub fn chat_template(path: Option<&Path>) -> Result<Option<(String, String)>> {
     path.map(|path| Ok((read_text(path)?, path.display().to_string()))).transpose()
 }
