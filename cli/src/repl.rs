@@ -22,7 +22,7 @@ use pp_engine::schedule::Refused;
 
 use crate::args::{ChatArgs, ContextPolicy};
 use crate::command::run;
-use crate::errors::{Exit, exit_of, usage};
+use crate::errors::{Exit, exit_of};
 use crate::output::Out;
 use crate::output::progress::Steps;
 use crate::{cancel, settings};
@@ -105,6 +105,8 @@ impl Repl {
     /// # Errors
     /// When it cannot be done; the conversation is as it was then, or ends with a message that has no answer.
     pub fn take(&mut self, line: &str, edited: bool) -> Result<Next> {
+        // What was to end before has ended.
+        cancel::rearm();
         match commands::parse(line)? {
             Input::Nothing => {}
             Input::Message(text) => self.send(text, edited)?,
@@ -381,7 +383,6 @@ impl Repl {
         let mut display = Display::new(self.out, self.choices.thoughts, open);
         let mut prefill = Steps::new(&self.out, "prompt", "tokens");
         let mut untouched = true;
-        cancel::rearm();
         let answer = self.session.ask(request, &mut |event| match event {
             Event::Prefill { done, total, .. } => {
                 prefill.update(done, total);
@@ -407,12 +408,4 @@ impl Repl {
             (Ok(answer), Ok(())) => Ok(answer),
         }
     }
-}
-
-/// A message with no text; only what is piped in can be one.
-///
-/// # Errors
-/// Says in which line.
-pub fn line_of(number: usize, line: Result<String, String>) -> Result<String> {
-    line.map_err(|what| usage(format!("stdin, line {number}: {what}")))
 }

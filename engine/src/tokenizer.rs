@@ -263,12 +263,13 @@ impl Tokenizer {
     ///
     /// Special tokens the template wrote become special, the same text inside a message does not. As in
     /// transformers' `apply_chat_template` nothing is put around the text: BOS is the template's business. While no
-    /// message holds the text of a special token, the result is that of encoding the whole text.
+    /// message holds the text of a special token, nor what becomes one by normalisation, the result is that of encoding
+    /// the whole text.
     ///
     /// # Errors
     /// [`TokenizerError::Encode`], or [`TokenizerError::Template`] when rendering again with hidden texts fails.
     pub fn encode_chat(&self, rendered: &Rendered) -> Result<Vec<u32>, TokenizerError> {
-        if !rendered.contents().any(|content| self.specials.occur_in(content)) {
+        if !self.normalized_specials && !rendered.contents().any(|content| self.specials.occur_in(content)) {
             return encode(&self.inner, rendered.text());
         }
         let plain = self.plain()?;

@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod formed;
+mod live;
 mod load;
 mod many;
 mod pull;

@@ -1,6 +1,7 @@
 //! Stages on other hosts: the real endpoints on loopback, in threads and in processes.
 
 mod calibrated;
+mod chat;
 mod cli;
 mod doctor;
 mod faults;

@@ -2,6 +2,7 @@
 
 mod batching;
 mod cancel;
+mod chat;
 mod cli;
 mod cluster;
 mod constrained;
@@ -19,3 +20,4 @@ mod service;
 mod simulated;
 mod smollm2;
 mod support;
+mod terminal;

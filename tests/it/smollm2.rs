@@ -20,15 +20,20 @@ use pp_shaders::{Act, KvType, PAGE, Profile};
 
 use crate::support::{adapter, data, exact, floats, head, ids, json};
 
-/// The model in the models folder, where the scripts put it.
+/// Where the scripts put it: in the models folder.
+pub fn file() -> PathBuf {
+    let data_home = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
+    let data_home =
+        data_home.unwrap_or_else(|| PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".local/share"));
+    let models = std::env::var_os("PP_MODELS").map_or(data_home.join("pp-run/models"), PathBuf::from);
+    models.join("SmolLM2-135M-Instruct.Q4_1.gguf")
+}
+
+/// The model in the models folder.
 fn model() -> Arc<Checkpoint> {
     static MODEL: OnceLock<Arc<Checkpoint>> = OnceLock::new();
     let open = || {
-        let data_home = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
-        let data_home = data_home
-            .unwrap_or_else(|| PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".local/share"));
-        let models = std::env::var_os("PP_MODELS").map_or(data_home.join("pp-run/models"), PathBuf::from);
-        let path = models.join("SmolLM2-135M-Instruct.Q4_1.gguf");
+        let path = file();
         Arc::new(Checkpoint::open(&path).unwrap_or_else(|e| panic!("{e}; scripts/test.sh fetches it")))
     };
     MODEL.get_or_init(open).clone()

@@ -2,15 +2,16 @@
 
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 
 use crate::args::ChatArgs;
 use crate::cancel;
-use crate::errors::{Exit, advice, exit_of};
+use crate::errors::{Exit, advice, exit_of, usage};
 use crate::output::{self, Out};
 use crate::repl::editor::{self, Editor, Read};
-use crate::repl::{self, Next, Repl};
+use crate::repl::{Next, Repl};
 use crate::requests::Lines;
 
 /// Talks until there is nothing more to say.
@@ -32,12 +33,8 @@ pub fn run(args: ChatArgs) -> Result<ExitCode> {
 }
 
 /// Reads with an editor; nothing where the terminal does not do what an editor needs.
-fn with_editor(
-    repl: &mut Repl,
-    editor: &mut Editor,
-    ending: &std::sync::atomic::AtomicBool,
-) -> Result<Option<ExitCode>> {
-    let is_ending = || ending.load(std::sync::atomic::Ordering::Relaxed);
+fn with_editor(repl: &mut Repl, editor: &mut Editor, ending: &AtomicBool) -> Result<Option<ExitCode>> {
+    let is_ending = || ending.load(Ordering::Relaxed);
     let mut edited = None;
     loop {
         if is_ending() {
@@ -76,7 +73,8 @@ fn with_lines(repl: &mut Repl) -> Result<ExitCode> {
         }
         let Some(line) = lines.next() else { break };
         let (number, line) = line?;
-        whole.push_str(repl::line_of(number, line)?.trim_end_matches(['\n', '\r']));
+        let line = line.map_err(|what| usage(format!("stdin, line {number}: {what}")))?;
+        whole.push_str(line.trim_end_matches(['\n', '\r']));
         if editor::goes_on(&whole) {
             whole.push('\n');
             continue;
@@ -85,7 +83,7 @@ fn with_lines(repl: &mut Repl) -> Result<ExitCode> {
         match repl.take(&line, false) {
             Ok(Next::Line) if repl.was_cancelled() => return Ok(ExitCode::from(Exit::Cancelled as u8)),
             Ok(Next::Line) => {}
-            Ok(Next::Edited(_)) => return Err(crate::errors::usage("/edit needs a terminal, or a text: /edit TEXT")),
+            Ok(Next::Edited(_)) => return Err(usage("/edit needs a terminal, or a text: /edit TEXT")),
             Ok(Next::Leave) => break,
             Err(error) if asks && exit_of(&error) != Exit::Pipe => output::error(&error, advice(&error)),
             Err(error) => return Err(error),

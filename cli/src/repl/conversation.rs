@@ -53,11 +53,6 @@ impl Conversation {
         usize::from(self.system().is_some())
     }
 
-    /// Whether nothing was said yet.
-    pub fn is_empty(&self) -> bool {
-        self.messages.len() == self.begin()
-    }
-
     /// Forgets all but the system message.
     pub fn reset(&mut self) {
         self.messages.truncate(self.begin());
@@ -255,7 +250,7 @@ mod tests {
         assert!(conversation.undo());
         assert!(conversation.undo());
         assert_eq!((said(&conversation).as_str(), conversation.last_said()), ("s:S u:1 a:a1", Some("1")));
-        assert!(conversation.undo() && !conversation.undo() && conversation.is_empty());
+        assert!(conversation.undo() && !conversation.undo());
         assert!(!conversation.forget_answer());
         assert_eq!(said(&conversation), "s:S");
     }

@@ -77,6 +77,11 @@ impl Machine {
         told
     }
 
+    /// Its home.
+    pub fn home(&self) -> &Path {
+        self.home.path()
+    }
+
     /// Its models folder.
     pub fn models(&self) -> PathBuf {
         self.home.path().join("data/pp-run/models")

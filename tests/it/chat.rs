@@ -1,0 +1,78 @@
+//! Conversations: with a person on a terminal, and a line a turn.
+
+mod lines;
+mod person;
+mod same;
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+use crate::support::data;
+use crate::terminal::Terminal;
+
+/// Of two layers and 256 positions, with a template of the usual kind.
+const TOY: &str = "tiny/llama-tied";
+
+fn toy() -> String {
+    data(TOY).to_str().expect("a path in UTF-8").to_owned()
+}
+
+/// What every turn ends with on a terminal.
+const CLOSING: &str = "first after";
+
+/// `chat` with a toy model and no driver, on a terminal.
+fn with_toy(home: &Path, more: &[&str]) -> Terminal {
+    let toy = toy();
+    let usual = ["chat", "-m", &toy, "--device", "reference", "--activations", "f32", "-n", "8"];
+    let terminal = Terminal::start(&[&usual[..], more].concat(), home, &[]);
+    terminal.see("/help lists commands", 1);
+    terminal
+}
+
+/// `chat` with lines on stdin.
+fn piped(arguments: &[&str], lines: &[u8]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pp-run"));
+    command.arg("chat").args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    for name in ["PP_MODEL", "PP_LOG", "PP_CHECKED"] {
+        command.env_remove(name);
+    }
+    command.env("XDG_CACHE_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache"));
+    let mut child = command.spawn().expect("the program starts");
+    let mut stdin = child.stdin.take().expect("piped");
+    let lines = lines.to_vec();
+    let writer = std::thread::spawn(move || {
+        // It may end without reading.
+        let _ = std::io::Write::write_all(&mut stdin, &lines);
+    });
+    let output = child.wait_with_output().expect("it ends");
+    writer.join().expect("it only writes");
+    output
+}
+
+/// The JSON of each turn of a conversation that goes well.
+#[track_caller]
+fn turns(arguments: &[&str], lines: &str) -> Vec<Value> {
+    let output = piped(&[arguments, &["--json"]].concat(), lines.as_bytes());
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {}\n{told}", output.status);
+    let text = String::from_utf8(output.stdout).expect("UTF-8");
+    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect()
+}
+
+/// The messages of a saved conversation: role and content of each.
+#[track_caller]
+fn saved(file: &Path) -> Vec<(String, String)> {
+    let text = std::fs::read_to_string(file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+    let value: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"));
+    let field = |message: &Value, name: &str| message[name].as_str().expect("a text").to_owned();
+    let messages = value["messages"].as_array().expect("an array").iter();
+    messages.map(|message| (field(message, "role"), field(message, "content"))).collect()
+}
+
+/// What the user said, of a saved conversation.
+#[track_caller]
+fn said(file: &Path) -> Vec<String> {
+    saved(file).into_iter().filter(|(role, _)| role == "user").map(|(_, content)| content).collect()
+}

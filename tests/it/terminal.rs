@@ -1,0 +1,217 @@
+//! The program on a terminal: a pseudo-terminal, and what one would see on its screen.
+
+use std::io::{Read, Write};
+use std::num::NonZeroU16;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use portable_pty::{Child, CommandBuilder, MasterPty, PtySize, native_pty_system};
+
+/// How long anything may take that is waited for: much, as tests share few cores.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Lines that are remembered when they have left the screen.
+const SCROLLBACK: usize = 10_000;
+
+pub const ENTER: &str = "\r";
+pub const ALT_ENTER: &str = "\x1b\r";
+pub const CTRL_C: &str = "\x03";
+pub const CTRL_D: &str = "\x04";
+pub const UP: &str = "\x1b[A";
+pub const TAB: &str = "\t";
+
+/// A terminal with a program on it.
+pub struct Terminal {
+    master: Box<dyn MasterPty + Send>,
+    keys: Arc<Mutex<Box<dyn Write + Send>>>,
+    child: Box<dyn Child + Send + Sync>,
+    shown: Arc<Shown>,
+}
+
+#[derive(Default)]
+struct Shown {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    parser: vt100::Parser,
+    closed: bool,
+}
+
+impl Default for State {
+    fn default() -> State {
+        State { parser: parser(40, 120), closed: false }
+    }
+}
+
+fn nonzero(size: u16) -> NonZeroU16 {
+    NonZeroU16::new(size).expect("a terminal has rows and columns")
+}
+
+fn parser(rows: u16, columns: u16) -> vt100::Parser {
+    vt100::Parser::new(nonzero(rows), nonzero(columns), SCROLLBACK)
+}
+
+fn size(rows: u16, columns: u16) -> PtySize {
+    PtySize { rows, cols: columns, pixel_width: 0, pixel_height: 0 }
+}
+
+impl Terminal {
+    /// Starts the program with `arguments` on a terminal of 40 lines and 120 columns, with `home` as its home.
+    pub fn start(arguments: &[&str], home: &Path, environment: &[(&str, &str)]) -> Terminal {
+        let pair = native_pty_system().openpty(size(40, 120)).expect("a pseudo-terminal");
+        let mut command = CommandBuilder::new(env!("CARGO_BIN_EXE_pp-run"));
+        command.args(arguments);
+        command.cwd(home);
+        for name in ["PP_MODEL", "PP_LOG", "PP_CHECKED", "VISUAL", "EDITOR", "NO_COLOR", "XDG_STATE_HOME"] {
+            command.env_remove(name);
+        }
+        command.env("TERM", "xterm-256color");
+        command.env("HOME", home);
+        command.env("XDG_CACHE_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache"));
+        environment.iter().for_each(|(name, value)| command.env(name, value));
+        let child = pair.slave.spawn_command(command).expect("the program starts");
+        drop(pair.slave);
+        let keys = Arc::new(Mutex::new(pair.master.take_writer().expect("a writer")));
+        let shown = Arc::new(Shown::default());
+        let reader = pair.master.try_clone_reader().expect("a reader");
+        let (of, answers) = (shown.clone(), keys.clone());
+        std::thread::spawn(move || read(reader, &of, &answers));
+        Terminal { master: pair.master, keys, child, shown }
+    }
+
+    /// Types.
+    pub fn keys(&self, keys: &str) {
+        let mut writer = self.keys.lock().expect("nobody panicked");
+        writer.write_all(keys.as_bytes()).and_then(|()| writer.flush()).expect("the terminal takes keys");
+    }
+
+    /// Types a line and Enter.
+    pub fn line(&self, line: &str) {
+        self.keys(line);
+        self.keys(ENTER);
+    }
+
+    /// Pastes, as terminals do it where the program asked them to.
+    pub fn paste(&self, text: &str) {
+        self.keys(&format!("\x1b[200~{text}\x1b[201~"));
+    }
+
+    /// What was on the screen and has left it, and what is on it.
+    pub fn text(&self) -> String {
+        let mut state = self.shown.state.lock().expect("nobody panicked");
+        all_text(&mut state.parser)
+    }
+
+    /// Waits until the text satisfies `wanted`; returns it then.
+    #[track_caller]
+    pub fn until(&self, what: &str, wanted: impl Fn(&str) -> bool) -> String {
+        let until = Instant::now() + PATIENCE;
+        let mut state = self.shown.state.lock().expect("nobody panicked");
+        loop {
+            let text = all_text(&mut state.parser);
+            if wanted(&text) {
+                return text;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero() && !state.closed, "{what} is not there:\n{text}");
+            state =
+                self.shown.changed.wait_timeout(state, left.min(Duration::from_secs(1))).expect("nobody panicked").0;
+        }
+    }
+
+    /// Waits until something stands there so many times.
+    #[track_caller]
+    pub fn see(&self, wanted: &str, times: usize) -> String {
+        self.until(&format!("{wanted:?} × {times}"), |text| text.matches(wanted).count() >= times)
+    }
+
+    /// Makes it another size.
+    pub fn resize(&self, rows: u16, columns: u16) {
+        let mut state = self.shown.state.lock().expect("nobody panicked");
+        state.parser.set_size(nonzero(rows), nonzero(columns));
+        self.master.resize(size(rows, columns)).expect("a pseudo-terminal can be resized");
+    }
+
+    /// The process.
+    pub fn id(&self) -> u32 {
+        self.child.process_id().expect("it runs")
+    }
+
+    /// Its exit code, once it ends by itself.
+    #[track_caller]
+    pub fn end(mut self) -> (u32, String) {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().expect("it can be waited for") {
+                let text = self.until_closed();
+                return (status.exit_code(), text);
+            }
+            assert!(Instant::now() < until, "it does not end:\n{}", self.text());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn until_closed(&self) -> String {
+        let mut state = self.shown.state.lock().expect("nobody panicked");
+        let until = Instant::now() + Duration::from_secs(5);
+        while !state.closed && Instant::now() < until {
+            state = self.shown.changed.wait_timeout(state, Duration::from_millis(100)).expect("nobody panicked").0;
+        }
+        all_text(&mut state.parser)
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+    }
+}
+
+/// What has left the screen, then the screen.
+fn all_text(parser: &mut vt100::Parser) -> String {
+    let screen = parser.screen_mut();
+    let (rows, columns) = screen.size();
+    let mut lines: Vec<String> = Vec::new();
+    let mut above = screen.scrollback_len();
+    while above > 0 {
+        screen.set_scrollback(above);
+        lines.extend(screen.rows(0, columns.get()).take(above.min(rows.get().into())));
+        above = above.saturating_sub(rows.get().into());
+    }
+    screen.set_scrollback(0);
+    lines.extend(screen.rows(0, columns.get()));
+    lines.join("\n").trim_end().to_owned()
+}
+
+/// Shows what comes, and answers what a terminal answers: where its cursor is.
+fn read(mut reader: Box<dyn Read + Send>, shown: &Shown, answers: &Mutex<Box<dyn Write + Send>>) {
+    const WHERE: &[u8] = b"\x1b[6n";
+    let mut buffer = [0; 4096];
+    let mut question = 0;
+    loop {
+        let count = reader.read(&mut buffer).unwrap_or(0);
+        let mut state = shown.state.lock().expect("nobody panicked");
+        if count == 0 {
+            state.closed = true;
+            shown.changed.notify_all();
+            return;
+        }
+        for byte in &buffer[..count] {
+            state.parser.process(&[*byte]);
+            question = match (*byte == WHERE[question], *byte == WHERE[0]) {
+                (true, _) => question + 1,
+                (false, begins) => usize::from(begins),
+            };
+            if question == WHERE.len() {
+                question = 0;
+                let (row, column) = state.parser.screen().cursor_position();
+                let answer = format!("\x1b[{};{}R", row + 1, column + 1);
+                // The program may have ended.
+                let _ = answers.lock().expect("nobody panicked").write_all(answer.as_bytes());
+            }
+        }
+        shown.changed.notify_all();
+    }
+}
