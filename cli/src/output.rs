@@ -3,6 +3,7 @@
 pub mod live;
 pub mod markdown;
 pub mod progress;
+pub mod terminal;
 
 use std::io::{self, IsTerminal, Write};
 
@@ -116,6 +117,19 @@ impl Out {
 /// The prompt of somebody who types on a terminal without cursor control: to stderr.
 pub fn ask() {
     say("> ");
+}
+
+/// What Ctrl-C at an empty prompt is answered with.
+pub const LEAVES: &str = "(Ctrl-C again or Ctrl-D leaves; /help lists commands)";
+
+/// The same prompt again, on a terminal without cursor control.
+pub fn ask_again() {
+    say(&format!("\n{LEAVES}\n> "));
+}
+
+/// Leaves the line of a prompt that is not answered.
+pub fn end_prompt() {
+    say("\n");
 }
 
 /// Whether a person sits at all three ends, at a terminal that can move its cursor.

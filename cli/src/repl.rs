@@ -100,13 +100,12 @@ impl Repl {
         self.cancelled
     }
 
-    /// Does what a line says. `edited`: a message in it takes the place of the last one.
+    /// Does what a line says. `edited`: a message in it takes the place of the last one. Whoever read the line has
+    /// called [`cancel::rearm`] before.
     ///
     /// # Errors
     /// When it cannot be done; the conversation is as it was then, or ends with a message that has no answer.
     pub fn take(&mut self, line: &str, edited: bool) -> Result<Next> {
-        // What was to end before has ended.
-        cancel::rearm();
         match commands::parse(line)? {
             Input::Nothing => {}
             Input::Message(text) => self.send(text, edited)?,
@@ -272,6 +271,7 @@ impl Repl {
             max_tokens: self.choices.sampling.max_tokens,
             sampling: self.choices.sampling(&self.session.model().checkpoint.generation)?,
             stop: self.choices.sampling.stop.clone(),
+            stop_at_eos: true,
             ..Request::default()
         };
         let asked = Asked {

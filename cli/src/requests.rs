@@ -33,7 +33,7 @@ pub fn null_schema() -> Object {
 }
 
 /// Bytes of a line at most.
-const LINE_BYTES_MAX: usize = 32 << 20;
+pub const LINE_BYTES_MAX: usize = 32 << 20;
 
 /// A request.
 #[derive(Debug, Default, Deserialize)]
@@ -277,6 +277,15 @@ impl<R: BufRead> Lines<R> {
     /// Lines of `reader`.
     pub fn new(reader: R) -> Lines<R> {
         Lines { reader, number: 0 }
+    }
+
+    /// The next line, empty or not, with its number.
+    ///
+    /// # Errors
+    /// When nothing more can be read.
+    pub fn next_line(&mut self) -> std::io::Result<Option<(usize, Result<String, String>)>> {
+        let line = self.line()?;
+        Ok(line.map(|line| (self.number, line)))
     }
 
     fn line(&mut self) -> std::io::Result<Option<Result<String, String>>> {

@@ -1,10 +1,11 @@
 //! Conversations: with a person on a terminal, and a line a turn.
 
+mod ends;
 mod lines;
 mod person;
 mod same;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
@@ -22,13 +23,46 @@ fn toy() -> String {
 /// What every turn ends with on a terminal.
 const CLOSING: &str = "first after";
 
-/// `chat` with a toy model and no driver, on a terminal.
-fn with_toy(home: &Path, more: &[&str]) -> Terminal {
-    let toy = toy();
-    let usual = ["chat", "-m", &toy, "--device", "reference", "--activations", "f32", "-n", "8"];
-    let terminal = Terminal::start(&[&usual[..], more].concat(), home, &[]);
-    terminal.see("/help lists commands", 1);
-    terminal
+/// Where a person is at home.
+struct Home(tempfile::TempDir);
+
+impl Home {
+    fn new() -> Home {
+        Home(tempfile::tempdir().expect("a folder"))
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn folder(&self) -> &Path {
+        self.0.path()
+    }
+
+    /// `chat` with a toy model and no driver, on a terminal.
+    fn talk(&self, more: &[&str]) -> Terminal {
+        let toy = toy();
+        let usual = ["chat", "-m", &toy, "--device", "reference", "--activations", "f32", "-n", "8"];
+        let terminal = Terminal::start(&[&usual[..], more].concat(), self.folder(), &[]);
+        terminal.prompt();
+        terminal
+    }
+}
+
+/// Saves under a name, and waits until that was said.
+#[track_caller]
+fn save(terminal: &Terminal, name: &str) {
+    terminal.line(&format!("/save {name}"));
+    terminal.see(&format!("messages written to {name}"), 1);
+}
+
+/// The numbers behind `cached` and `new` of each turn.
+fn spared(text: &str) -> Vec<(usize, usize)> {
+    let number = |text: &str| text.split([',', ';']).next().and_then(|n| n.trim().parse().ok()).expect("a number");
+    text.lines()
+        .filter_map(|line| line.strip_prefix("cached "))
+        .map(|rest| (number(rest), number(rest.split_once("new ").expect("both").1)))
+        .collect()
 }
 
 /// `chat` with lines on stdin.

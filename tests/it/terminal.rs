@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::num::NonZeroU16;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use portable_pty::{Child, CommandBuilder, MasterPty, PtySize, native_pty_system};
@@ -23,10 +24,16 @@ pub const TAB: &str = "\t";
 /// A terminal with a program on it.
 pub struct Terminal {
     master: Box<dyn MasterPty + Send>,
-    keys: Arc<Mutex<Box<dyn Write + Send>>>,
-    child: Box<dyn Child + Send + Sync>,
+    keys: Keys,
+    child: Process,
     shown: Arc<Shown>,
+    reader: JoinHandle<()>,
 }
+
+type Keys = Arc<Mutex<Box<dyn Write + Send>>>;
+
+/// A program; it is killed when this goes.
+pub struct Process(Box<dyn Child + Send + Sync>);
 
 #[derive(Default)]
 struct Shown {
@@ -36,12 +43,15 @@ struct Shown {
 
 struct State {
     parser: vt100::Parser,
+    /// Whether nobody reads any more, …
     closed: bool,
+    /// … or is to.
+    leaving: bool,
 }
 
 impl Default for State {
     fn default() -> State {
-        State { parser: parser(40, 120), closed: false }
+        State { parser: parser(40, 120), closed: false, leaving: false }
     }
 }
 
@@ -60,10 +70,16 @@ fn size(rows: u16, columns: u16) -> PtySize {
 impl Terminal {
     /// Starts the program with `arguments` on a terminal of 40 lines and 120 columns, with `home` as its home.
     pub fn start(arguments: &[&str], home: &Path, environment: &[(&str, &str)]) -> Terminal {
+        Terminal::open(arguments, home, environment, true)
+    }
+
+    /// The same; `controlling`: whether the kernel tells the program with a signal that the terminal is gone.
+    pub fn open(arguments: &[&str], home: &Path, environment: &[(&str, &str)], controlling: bool) -> Terminal {
         let pair = native_pty_system().openpty(size(40, 120)).expect("a pseudo-terminal");
         let mut command = CommandBuilder::new(env!("CARGO_BIN_EXE_pp-run"));
         command.args(arguments);
         command.cwd(home);
+        command.set_controlling_tty(controlling);
         for name in ["PP_MODEL", "PP_LOG", "PP_CHECKED", "VISUAL", "EDITOR", "NO_COLOR", "XDG_STATE_HOME"] {
             command.env_remove(name);
         }
@@ -77,8 +93,8 @@ impl Terminal {
         let shown = Arc::new(Shown::default());
         let reader = pair.master.try_clone_reader().expect("a reader");
         let (of, answers) = (shown.clone(), keys.clone());
-        std::thread::spawn(move || read(reader, &of, &answers));
-        Terminal { master: pair.master, keys, child, shown }
+        let reader = std::thread::spawn(move || read(reader, &of, &answers));
+        Terminal { master: pair.master, keys, child: Process(child), shown, reader }
     }
 
     /// Types.
@@ -100,8 +116,7 @@ impl Terminal {
 
     /// What was on the screen and has left it, and what is on it.
     pub fn text(&self) -> String {
-        let mut state = self.shown.state.lock().expect("nobody panicked");
-        all_text(&mut state.parser)
+        self.shown.text()
     }
 
     /// Waits until the text satisfies `wanted`; returns it then.
@@ -127,6 +142,17 @@ impl Terminal {
         self.until(&format!("{wanted:?} × {times}"), |text| text.matches(wanted).count() >= times)
     }
 
+    /// Waits for an empty prompt at the end of the text.
+    #[track_caller]
+    pub fn prompt(&self) -> String {
+        self.until("an empty prompt", |text| text.ends_with("\n>") || text == ">")
+    }
+
+    /// How the terminal treats keys, as a text to compare.
+    pub fn modes(&self) -> String {
+        format!("{:?}", self.master.get_termios().expect("it is a terminal"))
+    }
+
     /// Makes it another size.
     pub fn resize(&self, rows: u16, columns: u16) {
         let mut state = self.shown.state.lock().expect("nobody panicked");
@@ -136,21 +162,32 @@ impl Terminal {
 
     /// The process.
     pub fn id(&self) -> u32 {
-        self.child.process_id().expect("it runs")
+        self.child.0.process_id().expect("it runs")
     }
 
-    /// Its exit code, once it ends by itself.
+    /// Waits until the program ends by itself; its exit code, and the text.
+    #[track_caller]
+    pub fn ended(&mut self) -> (u32, String) {
+        let shown = self.shown.clone();
+        let code = self.child.code(|| shown.text());
+        (code, self.until_closed())
+    }
+
+    /// As [`Terminal::ended`], when nothing else is wanted of it.
     #[track_caller]
     pub fn end(mut self) -> (u32, String) {
-        let until = Instant::now() + PATIENCE;
-        loop {
-            if let Some(status) = self.child.try_wait().expect("it can be waited for") {
-                let text = self.until_closed();
-                return (status.exit_code(), text);
-            }
-            assert!(Instant::now() < until, "it does not end:\n{}", self.text());
-            std::thread::sleep(Duration::from_millis(10));
+        self.ended()
+    }
+
+    /// Takes the terminal away from the program, as closing a window or losing a connection does.
+    pub fn hang_up(self) -> Process {
+        self.shown.state.lock().expect("nobody panicked").leaving = true;
+        // Whatever the program or the terminal shows of it wakes the reader, which then goes.
+        while !self.reader.is_finished() {
+            self.keys("x");
+            std::thread::sleep(Duration::from_millis(20));
         }
+        self.child
     }
 
     fn until_closed(&self) -> String {
@@ -163,26 +200,55 @@ impl Terminal {
     }
 }
 
-impl Drop for Terminal {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
+impl Shown {
+    fn text(&self) -> String {
+        let mut state = self.state.lock().expect("nobody panicked");
+        all_text(&mut state.parser)
     }
 }
 
-/// What has left the screen, then the screen.
+impl Process {
+    /// Its exit code, once it ends by itself; `shown` says what there was to see if it does not.
+    #[track_caller]
+    pub fn code(&mut self, shown: impl Fn() -> String) -> u32 {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.0.try_wait().expect("it can be waited for") {
+                return status.exit_code();
+            }
+            assert!(Instant::now() < until, "it does not end:\n{}", shown());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+    }
+}
+
+/// What has left the screen, then the screen; what was wrapped is one line again.
 fn all_text(parser: &mut vt100::Parser) -> String {
     let screen = parser.screen_mut();
     let (rows, columns) = screen.size();
-    let mut lines: Vec<String> = Vec::new();
+    let (height, width) = (usize::from(rows.get()), columns.get());
+    let mut text = String::new();
     let mut above = screen.scrollback_len();
-    while above > 0 {
+    loop {
         screen.set_scrollback(above);
-        lines.extend(screen.rows(0, columns.get()).take(above.min(rows.get().into())));
-        above = above.saturating_sub(rows.get().into());
+        let count = if above == 0 { height } else { above.min(height) };
+        for (index, row) in screen.rows(0, width).take(count).enumerate() {
+            text.push_str(&row);
+            if !screen.row_wrapped(index as u16) {
+                text.push('\n');
+            }
+        }
+        if above == 0 {
+            return text.trim_end().to_owned();
+        }
+        above -= count;
     }
-    screen.set_scrollback(0);
-    lines.extend(screen.rows(0, columns.get()));
-    lines.join("\n").trim_end().to_owned()
 }
 
 /// Shows what comes, and answers what a terminal answers: where its cursor is.
@@ -192,8 +258,9 @@ fn read(mut reader: Box<dyn Read + Send>, shown: &Shown, answers: &Mutex<Box<dyn
     let mut question = 0;
     loop {
         let count = reader.read(&mut buffer).unwrap_or(0);
-        let mut state = shown.state.lock().expect("nobody panicked");
-        if count == 0 {
+        // A test that failed while it held it fails only once.
+        let Ok(mut state) = shown.state.lock() else { return };
+        if count == 0 || state.leaving {
             state.closed = true;
             shown.changed.notify_all();
             return;

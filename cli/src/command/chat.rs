@@ -12,39 +12,50 @@ use crate::errors::{Exit, advice, exit_of, usage};
 use crate::output::{self, Out};
 use crate::repl::editor::{self, Editor, Read};
 use crate::repl::{Next, Repl};
-use crate::requests::Lines;
+use crate::requests::{LINE_BYTES_MAX, Lines};
 
 /// Talks until there is nothing more to say.
 pub fn run(args: ChatArgs) -> Result<ExitCode> {
     let out = Out::new(args.output.json, args.quiet);
     let history = if args.no_history { None } else { editor::history_file() };
-    let with_person = !args.output.json && output::is_a_person_there();
+    let with_editor = !args.output.json && output::is_a_person_there();
     let mut repl = Repl::open(args, out)?;
-    if with_person {
+    if !io::stdin().is_terminal() {
+        return of_lines(&mut repl);
+    }
+    let ending = cancel::spare_the_program(with_editor);
+    if with_editor {
         out.note(&format!("{}; /help lists commands, Ctrl-D leaves", repl.model()));
-        let ending = cancel::spare_the_program()?;
+        let terminal = output::terminal::take();
         let mut editor = Editor::new(history, ending.clone(), out);
-        if let Some(exit) = with_editor(&mut repl, &mut editor, &ending)? {
+        if let Some(exit) = of_editor(&mut repl, &mut editor, &ending)? {
             return Ok(exit);
         }
+        drop(terminal);
+        cancel::spare_the_program(false);
         out.note("the terminal does not say where its cursor is: plain lines from here on");
     }
-    with_lines(&mut repl)
+    of_typed_lines(&mut repl, &ending)
 }
 
-/// Reads with an editor; nothing where the terminal does not do what an editor needs.
-fn with_editor(repl: &mut Repl, editor: &mut Editor, ending: &AtomicBool) -> Result<Option<ExitCode>> {
-    let is_ending = || ending.load(Ordering::Relaxed);
+/// What ends when somebody wanted it to.
+const CANCELLED: u8 = Exit::Cancelled as u8;
+
+/// With an editor; nothing where the terminal does not do what an editor needs.
+fn of_editor(repl: &mut Repl, editor: &mut Editor, ending: &AtomicBool) -> Result<Option<ExitCode>> {
+    let is_ending = || ending.load(Ordering::SeqCst);
     let mut edited = None;
     loop {
+        // What asks the program to end from now on ends it; what did before is seen here.
+        cancel::rearm();
         if is_ending() {
-            return Ok(Some(ExitCode::from(Exit::Cancelled as u8)));
+            return Ok(Some(ExitCode::from(CANCELLED)));
         }
         let replaces = edited.is_some();
         let line = match editor.read(edited.take()) {
             Ok(Read::Line(line)) => line,
             Ok(Read::Cleared) => continue,
-            Ok(Read::Ending) => return Ok(Some(ExitCode::from(Exit::Cancelled as u8))),
+            Ok(Read::Ending) => return Ok(Some(ExitCode::from(CANCELLED))),
             Ok(Read::Leave) => return Ok(Some(ExitCode::SUCCESS)),
             Err(_) if is_ending() => continue,
             Err(_) => return Ok(None),
@@ -53,41 +64,95 @@ fn with_editor(repl: &mut Repl, editor: &mut Editor, ending: &AtomicBool) -> Res
             Ok(Next::Line) => {}
             Ok(Next::Edited(text)) => edited = Some(text),
             Ok(Next::Leave) => return Ok(Some(ExitCode::SUCCESS)),
-            Err(error) if exit_of(&error) == Exit::Pipe => return Err(error),
-            Err(error) if exit_of(&error) == Exit::Cancelled => output::cancelled(),
-            Err(error) => output::error(&error, advice(&error)),
+            Err(error) => told(error)?,
         }
     }
 }
 
-/// Reads lines; the first error ends it, as whoever wrote them cannot know of it.
-fn with_lines(repl: &mut Repl) -> Result<ExitCode> {
-    let asks = io::stdin().is_terminal();
-    let mut lines = Lines::new(io::stdin().lock());
-    let mut whole = String::new();
+/// Of a person whose terminal cannot move its cursor.
+fn of_typed_lines(repl: &mut Repl, ending: &AtomicBool) -> Result<ExitCode> {
+    let mut messages = Messages::new(io::stdin().lock());
     loop {
-        // Nobody looks at the flag while this waits: Ctrl-C ends the program.
         cancel::rearm();
-        if asks {
-            output::ask();
+        if ending.load(Ordering::SeqCst) {
+            return Ok(ExitCode::from(CANCELLED));
         }
-        let Some(line) = lines.next() else { break };
-        let (number, line) = line?;
-        let line = line.map_err(|what| usage(format!("stdin, line {number}: {what}")))?;
-        whole.push_str(line.trim_end_matches(['\n', '\r']));
-        if editor::goes_on(&whole) {
-            whole.push('\n');
-            continue;
-        }
-        let line = editor::joined(&std::mem::take(&mut whole));
-        match repl.take(&line, false) {
-            Ok(Next::Line) if repl.was_cancelled() => return Ok(ExitCode::from(Exit::Cancelled as u8)),
+        output::ask();
+        let Some(line) = messages.next()? else { break };
+        match line.and_then(|line| repl.take(&line, false)) {
             Ok(Next::Line) => {}
-            Ok(Next::Edited(_)) => return Err(usage("/edit needs a terminal, or a text: /edit TEXT")),
+            Ok(Next::Edited(_)) => output::error(&no_editor(), None),
             Ok(Next::Leave) => break,
-            Err(error) if asks && exit_of(&error) != Exit::Pipe => output::error(&error, advice(&error)),
-            Err(error) => return Err(error),
+            Err(error) => told(error)?,
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Of lines that come from anywhere else; the first error ends it, as whoever wrote them cannot know of it.
+fn of_lines(repl: &mut Repl) -> Result<ExitCode> {
+    let mut messages = Messages::new(io::stdin().lock());
+    loop {
+        // Nobody looks at the flag while this waits: Ctrl-C ends the program.
+        cancel::rearm();
+        let Some(line) = messages.next()? else { break };
+        match repl.take(&line?, false)? {
+            Next::Line if repl.was_cancelled() => return Ok(ExitCode::from(CANCELLED)),
+            Next::Line => {}
+            Next::Edited(_) => return Err(no_editor()),
+            Next::Leave => break,
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn no_editor() -> anyhow::Error {
+    usage("/edit without a text needs a terminal that can move its cursor; /edit TEXT does without")
+}
+
+/// Tells a person what went wrong. What nobody can be told of ends it.
+fn told(error: anyhow::Error) -> Result<()> {
+    match exit_of(&error) {
+        Exit::Pipe => return Err(error),
+        Exit::Cancelled => output::cancelled(),
+        _ => output::error(&error, advice(&error)),
+    }
+    Ok(())
+}
+
+/// What is typed, without an editor: lines, joined where they end in a backslash.
+struct Messages<R>(Lines<R>);
+
+impl<R: io::BufRead> Messages<R> {
+    fn new(reader: R) -> Messages<R> {
+        Messages(Lines::new(reader))
+    }
+
+    /// The next one; an error of its own where it is too long or no text. Nothing at the end.
+    fn next(&mut self) -> io::Result<Option<Result<String>>> {
+        let mut whole = String::new();
+        loop {
+            let Some((number, line)) = self.0.next_line()? else {
+                return Ok((!whole.is_empty()).then(|| Ok(editor::joined(&whole))));
+            };
+            let line = line.and_then(|line| joins(&mut whole, line.trim_end_matches(['\n', '\r'])));
+            if let Err(what) = line {
+                return Ok(Some(Err(usage(format!("stdin, line {number}: {what}")))));
+            }
+            if !editor::goes_on(&whole) {
+                return Ok(Some(Ok(editor::joined(&whole))));
+            }
+            whole.push('\n');
+        }
+    }
+}
+
+fn joins(whole: &mut String, line: &str) -> Result<(), String> {
+    if whole.len() + line.len() > LINE_BYTES_MAX {
+        return Err(format!(
+            "with the lines before, which end in a backslash, it is longer than {LINE_BYTES_MAX} bytes"
+        ));
+    }
+    whole.push_str(line);
+    Ok(())
 }

@@ -71,6 +71,10 @@ impl Loading {
             bar.set_message(bytes(at.total_bytes));
             bar.finish();
         }
+        if !self.bars.is_empty() {
+            // They leave the cursor behind the last of them, for whoever writes next to wrap.
+            super::say("\n");
+        }
     }
 
     /// It failed: the bars go.

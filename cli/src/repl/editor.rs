@@ -21,7 +21,7 @@ use super::choices::NAMES;
 use super::commands::COMMANDS;
 use super::conversation::path;
 use crate::models::{Places, models_in};
-use crate::output::Out;
+use crate::output::{self, LEAVES, Out};
 
 /// Entries of the history.
 const ENTRIES: usize = 10_000;
@@ -80,7 +80,7 @@ impl Editor {
             .with_menu(ReedlineMenu::EngineCompleter(Box::new(menu)))
             .with_hinter(Box::new(hinter))
             .with_history_exclusion_prefix(Some(" ".to_owned()))
-            .with_ansi_colors(crate::output::colours())
+            .with_ansi_colors(output::colours())
             .with_break_signal(ending);
         if let Some(file) = history {
             match open_history(&file) {
@@ -120,9 +120,12 @@ impl Editor {
                 Signal::CtrlC if was_warned => return Ok(Read::Leave),
                 Signal::CtrlC => {
                     self.warned = true;
-                    self.out.tell("(Ctrl-C again or Ctrl-D leaves; /help lists commands)");
+                    self.out.tell(LEAVES);
                 }
-                Signal::ExternalBreak(_) => return Ok(Read::Ending),
+                Signal::ExternalBreak(_) => {
+                    output::end_prompt();
+                    return Ok(Read::Ending);
+                }
                 _ => return Ok(Read::Leave),
             }
         }

@@ -64,7 +64,7 @@ fn the_first_error_ends_it_with_its_exit_code() {
     check(&["--chat-template", "/no/such"], b"run\n", 2, "/no/such");
     check(&["--transcript", "/no/such/file"], b"run\n", 2, "--transcript /no/such/file");
     check(&["--context-policy", "forget"], b"run\n", 2, "drop-oldest");
-    check(&[], b"/edit\n", 2, "/edit needs a terminal");
+    check(&[], b"/edit\n", 2, "/edit without a text needs a terminal");
     check(&[], b"/load /no/such\n", 2, "cannot read /no/such");
 }
 

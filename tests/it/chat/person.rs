@@ -1,44 +1,9 @@
 //! The program in a pseudo-terminal, with keys as a person presses them.
 
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
-use std::process::Command;
 
-use super::{CLOSING, said, saved, toy, with_toy};
-use crate::smollm2;
-use crate::terminal::{ALT_ENTER, CTRL_C, CTRL_D, ENTER, TAB, Terminal, UP};
-
-struct Home(tempfile::TempDir);
-
-impl Home {
-    fn new() -> Home {
-        Home(tempfile::tempdir().expect("a folder"))
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    fn talk(&self, more: &[&str]) -> Terminal {
-        with_toy(self.0.path(), more)
-    }
-}
-
-/// Saves under a name, and waits until that was said.
-#[track_caller]
-fn save(terminal: &Terminal, name: &str) {
-    terminal.line(&format!("/save {name}"));
-    terminal.see(&format!("messages written to {name}"), 1);
-}
-
-/// The numbers behind `cached` and `new` of each turn.
-fn spared(text: &str) -> Vec<(usize, usize)> {
-    let number = |text: &str| text.split([',', ';']).next().and_then(|n| n.trim().parse().ok()).expect("a number");
-    text.lines()
-        .filter_map(|line| line.strip_prefix("cached "))
-        .map(|rest| (number(rest), number(rest.split_once("new ").expect("both").1)))
-        .collect()
-}
+use super::{CLOSING, Home, said, save, saved, spared, toy};
+use crate::terminal::{ALT_ENTER, CTRL_D, ENTER, TAB, Terminal, UP};
 
 #[test]
 fn the_second_turn_computes_only_what_is_new() {
@@ -71,14 +36,14 @@ fn without_a_prompt_a_terminal_is_for_talking() {
     let home = Home::new();
     let toy = toy();
     let options = ["-m", toy.as_str(), "--device", "reference", "-n", "4"];
-    let terminal = Terminal::start(&options, home.0.path(), &[]);
+    let terminal = Terminal::start(&options, home.folder(), &[]);
     terminal.see("/help lists commands", 1);
     terminal.line("run");
     terminal.see(CLOSING, 1);
     terminal.line("/exit");
     assert_eq!(terminal.end().0, 0);
     let terminal =
-        Terminal::start(&[&options[..], &["a prompt is answered and that is all"]].concat(), home.0.path(), &[]);
+        Terminal::start(&[&options[..], &["a prompt is answered and that is all"]].concat(), home.folder(), &[]);
     let (code, text) = terminal.end();
     assert!(code == 0 && text.contains("load ") && !text.contains("/help"), "{text}");
 }
@@ -198,66 +163,6 @@ fn greedy_answers_are_the_same_again_and_that_is_said() {
 }
 
 #[test]
-fn ctrl_c_ends_an_answer_and_never_the_program() {
-    let home = Home::new();
-    let model = smollm2::file();
-    let arguments = ["chat", "-m", model.to_str().expect("UTF-8"), "--ctx", "1024", "-n", "900"];
-    let terminal = Terminal::start(&arguments, home.0.path(), &[]);
-    terminal.see("/help lists commands", 1);
-    for turn in 1..=2 {
-        terminal.line("Write a very long story about the sea, in ten chapters.");
-        // Some of the answer is there, behind the prompt and the beginning.
-        let asked = terminal.see("ten chapters.", turn).len();
-        terminal.until("an answer", |text| text.len() > asked + 40);
-        terminal.keys(CTRL_C);
-        if turn == 2 {
-            terminal.keys(CTRL_C);
-        }
-        terminal.see("(cancelled)", turn);
-    }
-    save(&terminal, "story.json");
-    let messages = saved(&home.path("story.json"));
-    assert_eq!(messages.len(), 4, "{messages:?}");
-    assert!(messages[1].1.len() > 10 && messages[3].1.len() > 10, "what was answered until then is kept: {messages:?}");
-    terminal.line("/set max_tokens=4");
-    terminal.line("Say hello.");
-    let text = terminal.see(CLOSING, 3);
-    assert!(spared(&text)[2].0 > 32, "full pages of what was cancelled are found again:\n{text}");
-    terminal.keys("half a line");
-    terminal.see("half a line", 1);
-    terminal.keys(CTRL_C);
-    terminal.keys(CTRL_C);
-    terminal.see("Ctrl-C again or Ctrl-D leaves", 1);
-    terminal.line("Say hello again.");
-    terminal.see(CLOSING, 4);
-    terminal.keys(CTRL_C);
-    terminal.see("Ctrl-C again or Ctrl-D leaves", 2);
-    terminal.keys(CTRL_C);
-    assert_eq!(terminal.end().0, 0, "twice at an empty prompt");
-}
-
-#[test]
-fn sigterm_ends_it_at_the_prompt_and_in_an_answer() {
-    let home = Home::new();
-    let model = smollm2::file();
-    let arguments = ["chat", "-m", model.to_str().expect("UTF-8"), "--ctx", "1024", "-n", "900"];
-    for answering in [false, true] {
-        let terminal = Terminal::start(&arguments, home.0.path(), &[]);
-        terminal.see("/help lists commands", 1);
-        terminal.keys("Write a very long story about the sea, in ten chapters.");
-        let asked = terminal.see("ten chapters.", 1).len();
-        if answering {
-            terminal.keys(ENTER);
-            terminal.until("an answer", |text| text.len() > asked + 40);
-        }
-        let sent = Command::new("kill").arg(terminal.id().to_string()).status().expect("kill is there");
-        assert!(sent.success());
-        let (code, text) = terminal.end();
-        assert_eq!(code, 130, "{text}");
-    }
-}
-
-#[test]
 fn the_history_is_there_the_next_time_and_nobody_else_reads_it() {
     let home = Home::new();
     let terminal = home.talk(&[]);
@@ -343,7 +248,7 @@ fn commands_are_completed_and_listed() {
     terminal.keys("/hel");
     terminal.keys(TAB);
     terminal.keys(ENTER);
-    let text = terminal.see("what it does", 1);
+    let text = terminal.see("Ctrl-C: end the answer", 1);
     for command in ["/system [TEXT]", "/reset", "/retry", "/save FILE", "/trace FILE", "/set [NAME=VALUE]"] {
         assert!(text.contains(command), "{command}:\n{text}");
     }
@@ -362,19 +267,4 @@ fn commands_are_completed_and_listed() {
     terminal.see(CLOSING, 2);
     save(&terminal, "talk.json");
     assert_eq!(said(&home.path("talk.json")), ["run", "run of a"]);
-}
-
-#[test]
-fn a_terminal_without_a_cursor_gets_plain_lines() {
-    let home = Home::new();
-    let toy = toy();
-    let arguments = ["chat", "-m", toy.as_str(), "--device", "reference", "-n", "4"];
-    let terminal = Terminal::start(&arguments, home.0.path(), &[("TERM", "dumb")]);
-    terminal.see("> ", 1);
-    terminal.keys("run\n");
-    terminal.see(CLOSING, 1);
-    terminal.keys("/rest\n");
-    terminal.see("did you mean /reset?", 1);
-    terminal.keys("/exit\n");
-    assert_eq!(terminal.end().0, 0);
 }

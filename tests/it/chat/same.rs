@@ -54,8 +54,9 @@ fn alone(folder: &Path, messages: &[(String, String)], options: &[&str]) -> Vec<
     answers
 }
 
-/// Talks over each split; checks every turn against a single run.
-fn check(model: &str, said: &[&str], sampling: &[&str], more: &[&str], splits: &[&str]) {
+/// Talks over each split; checks every turn against a single run. `spelt`: whether answers are texts that are cut into the
+/// same tokens again.
+fn check(model: &str, said: &[&str], sampling: &[&str], more: &[&str], splits: &[&str], spelt: bool) {
     let folder = tempfile::tempdir().expect("a folder");
     let talk = folder.path().join("talk.json");
     let options = [&["-m", model][..], sampling, more].concat();
@@ -79,8 +80,7 @@ fn check(model: &str, said: &[&str], sampling: &[&str], more: &[&str], splits: &
             assert_eq!(turn["text"], single["text"]);
             assert_eq!(turn["prompt_tokens"], single["usage"]["prompt_tokens"]);
             assert_eq!(number(&single["usage"]["cached_tokens"]), 0, "nothing is kept");
-            // All that was computed before is found again, but for the answer where its text has other tokens.
-            assert!(number(&turn["cached_tokens"]) >= before, "turn {} over {split}: {turn}", turn["turn"]);
+            assert!(!spelt || number(&turn["cached_tokens"]) >= before, "turn {} over {split}: {turn}", turn["turn"]);
             before = number(&turn["prompt_tokens"]) - 1;
         }
     }
@@ -90,7 +90,7 @@ fn check(model: &str, said: &[&str], sampling: &[&str], more: &[&str], splits: &
 fn twenty_greedy_turns_are_those_of_single_runs_over_one_stage_and_four() {
     let model = smollm2::file();
     let model = model.to_str().expect("UTF-8");
-    check(model, &SAID, &["-t", "0", "-n", "6"], &["--ctx", "1024"], &["30", "8,8,7,7"]);
+    check(model, &SAID, &["-t", "0", "-n", "6"], &["--ctx", "1024"], &["30", "8,8,7,7"], true);
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn twenty_seeded_turns_are_those_of_single_runs_over_one_stage_and_four() {
     let model = smollm2::file();
     let model = model.to_str().expect("UTF-8");
     let sampling = ["-t", "0.9", "--top-p", "0.95", "--seed", "11", "-n", "6"];
-    check(model, &SAID, &sampling, &["--ctx", "1024"], &["30", "8,8,7,7"]);
+    check(model, &SAID, &sampling, &["--ctx", "1024"], &["30", "8,8,7,7"], true);
 }
 
 /// Every architecture and tokenizer, on twins: what they say is noise, hard to spell and to cut into tokens again.
@@ -108,7 +108,7 @@ fn noise_is_answered_as_in_single_runs_by_every_model() {
         let path = data(&format!("tiny/{model}"));
         let more = ["--device", "reference", "--activations", "f32", "-n", "7", "-t", "2", "--seed", "3"];
         let said = ["</s> run", "of é 日 \u{1f642} a", "<|eot_id|><s>"];
-        check(path.to_str().expect("UTF-8"), &said, &more, &[], &[split]);
+        check(path.to_str().expect("UTF-8"), &said, &more, &[], &[split], false);
     }
 }
 

@@ -9,6 +9,9 @@ use crate::terminal::{CTRL_C, Terminal};
 /// The rows of the latest picture, by what they begin with.
 const ROWS: [&str; 5] = ["stage 0", "stage 1", "pipe ", "queue ", "KV "];
 
+/// What begins a picture.
+const RULE: &str = "────";
+
 #[test]
 fn an_answer_scrolls_above_the_rows_and_they_stay_as_a_last_picture() {
     let home = tempfile::tempdir().expect("a folder");
@@ -22,12 +25,22 @@ fn an_answer_scrolls_above_the_rows_and_they_stay_as_a_last_picture() {
     });
     let (code, text) = terminal.end();
     assert_eq!(code, 0, "{text}");
-    for row in ROWS {
-        assert_eq!(text.lines().filter(|line| line.starts_with(row)).count(), 1, "one picture is left: {row}\n{text}");
+    let begin = |row: &'static str| move |line: &&str| line.starts_with(row);
+    let above: Vec<&str> = text.lines().take_while(|line| !line.starts_with(RULE)).collect();
+    // The bars that showed how it loaded stay whole, and the answer begins under them.
+    let bars: Vec<&&str> =
+        above.iter().filter(|line| line.starts_with("stage ") && line.trim_end().ends_with("MB")).collect();
+    assert_eq!(bars.len(), 2, "{text}");
+    assert!(
+        above.len() > 3 && !above[2].starts_with("stage ") && !above[2].contains("MB"),
+        "the answer is above:\n{text}"
+    );
+    assert_eq!(text.lines().filter(begin(RULE)).count(), 1, "one picture is left:\n{text}");
+    let picture: Vec<&str> = text.lines().skip_while(|line| !line.starts_with(RULE)).skip(1).collect();
+    for (row, wanted) in picture.iter().zip(ROWS) {
+        assert!(row.starts_with(wanted), "{wanted}:\n{text}");
     }
     assert!(text.contains("fills 1/2 of the pipe") && text.contains("load "), "the closing table follows:\n{text}");
-    let picture = text.lines().position(|line| line.starts_with("stage 0")).expect("there");
-    assert!(picture > 1, "the answer is above:\n{text}");
 }
 
 #[test]
