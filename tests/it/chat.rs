@@ -88,11 +88,18 @@ fn piped(arguments: &[&str], lines: &[u8]) -> Output {
 /// The JSON of each turn of a conversation that goes well.
 #[track_caller]
 fn turns(arguments: &[&str], lines: &str) -> Vec<Value> {
+    turns_and_notes(arguments, lines).0
+}
+
+/// The same, and what was told beside.
+#[track_caller]
+fn turns_and_notes(arguments: &[&str], lines: &str) -> (Vec<Value>, String) {
     let output = piped(&[arguments, &["--json"]].concat(), lines.as_bytes());
-    let told = String::from_utf8_lossy(&output.stderr);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{arguments:?}: {}\n{told}", output.status);
     let text = String::from_utf8(output.stdout).expect("UTF-8");
-    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect()
+    let turns = text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}")));
+    (turns.collect(), told)
 }
 
 /// The messages of a saved conversation: role and content of each.

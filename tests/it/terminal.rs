@@ -240,7 +240,8 @@ fn all_text(parser: &mut vt100::Parser) -> String {
         let count = if above == 0 { height } else { above.min(height) };
         for (index, row) in screen.rows(0, width).take(count).enumerate() {
             text.push_str(&row);
-            if !screen.row_wrapped(index as u16) {
+            // What was filled up with blanks, as bars are, was no line of text that was wrapped.
+            if !screen.row_wrapped(index as u16) || row.ends_with(' ') {
                 text.push('\n');
             }
         }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::{data, saved, turns};
+use super::{data, saved, turns, turns_and_notes};
 use crate::smollm2;
 use crate::support::ids;
 
@@ -61,28 +61,32 @@ fn check(model: &str, said: &[&str], sampling: &[&str], more: &[&str], splits: &
     let talk = folder.path().join("talk.json");
     let options = [&["-m", model][..], sampling, more].concat();
     let lines = format!("{}\n/save {}\n", said.join("\n"), talk.display());
-    let talks: Vec<Vec<Value>> = splits
+    let talks: Vec<(Vec<Value>, String)> = splits
         .iter()
         .map(|split| {
             let _ = std::fs::remove_file(&talk);
-            turns(&[&options[..], &["--split", split]].concat(), &lines)
+            turns_and_notes(&[&options[..], &["--split", split]].concat(), &lines)
         })
         .collect();
     let messages = saved(&talk);
     assert_eq!(messages.len(), 2 * said.len());
     let alone = alone(folder.path(), &messages, &options);
-    for (split, turns) in splits.iter().zip(&talks) {
+    for (split, (turns, told)) in splits.iter().zip(&talks) {
         assert_eq!(turns.len(), alone.len());
-        let mut before = 0;
+        let (mut before, mut lost) = (0, 0);
         for (turn, single) in turns.iter().zip(&alone) {
             let number = |value: &Value| value.as_u64().expect("a number");
             assert_eq!(turn["tokens"], single["tokens"], "turn {} over {split}", turn["turn"]);
             assert_eq!(turn["text"], single["text"]);
             assert_eq!(turn["prompt_tokens"], single["usage"]["prompt_tokens"]);
             assert_eq!(number(&single["usage"]["cached_tokens"]), 0, "nothing is kept");
-            assert!(!spelt || number(&turn["cached_tokens"]) >= before, "turn {} over {split}: {turn}", turn["turn"]);
+            lost += usize::from(number(&turn["cached_tokens"]) < before);
             before = number(&turn["prompt_tokens"]) - 1;
         }
+        // All that was computed before is found again, unless a machine that others need stood still for so long that the
+        // pipeline was given up.
+        let given_up = told.matches("the pipeline is opened again").count();
+        assert!(!spelt || lost <= given_up, "{lost} turns over {split}:\n{told}");
     }
 }
 
@@ -94,11 +98,11 @@ fn twenty_greedy_turns_are_those_of_single_runs_over_one_stage_and_four() {
 }
 
 #[test]
-fn twenty_seeded_turns_are_those_of_single_runs_over_one_stage_and_four() {
+fn twenty_seeded_turns_are_those_of_single_runs_over_four_stages() {
     let model = smollm2::file();
     let model = model.to_str().expect("UTF-8");
     let sampling = ["-t", "0.9", "--top-p", "0.95", "--seed", "11", "-n", "6"];
-    check(model, &SAID, &sampling, &["--ctx", "1024"], &["30", "8,8,7,7"], true);
+    check(model, &SAID, &sampling, &["--ctx", "1024"], &["8,8,7,7"], true);
 }
 
 /// Every architecture and tokenizer, on twins: what they say is noise, hard to spell and to cut into tokens again.
