@@ -50,10 +50,11 @@ pub fn flag() -> &'static AtomicBool {
     &CANCEL
 }
 
-/// What was to end has ended: the flag waits for the next time. Until then nobody looks at it.
-pub fn rearm() {
-    CANCEL.store(false, Ordering::SeqCst);
+/// What was to end has ended: the flag waits for the next time. Until then nobody looks at it. Whether it was set.
+pub fn rearm() -> bool {
+    // In this order none is lost: what comes from here on ends the program.
     HEEDED.store(false, Ordering::SeqCst);
+    CANCEL.swap(false, Ordering::SeqCst)
 }
 
 /// From now on Ctrl-C ends what is under way and never the program, unless it comes twice at a prompt without an editor.
@@ -87,7 +88,7 @@ fn is_stdin_gone_at_last() -> bool {
 
 /// Begins to listen.
 pub fn install() {
-    let wanted = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal));
+    let wanted = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| *signal != SIGHUP || !is_ignored(SIGHUP));
     // It fails only for signals that nobody may catch.
     let Ok(mut signals) = Signals::new(wanted) else { return };
     std::thread::spawn(move || {

@@ -132,10 +132,14 @@ pub fn end_prompt() {
     say("\n");
 }
 
-/// Whether a person sits at all three ends, at a terminal that can move its cursor.
+/// Whether a person sits at all three ends.
 pub fn is_a_person_there() -> bool {
-    let dumb = std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb");
-    io::stdin().is_terminal() && io::stdout().is_terminal() && io::stderr().is_terminal() && !dumb
+    io::stdin().is_terminal() && io::stdout().is_terminal() && io::stderr().is_terminal()
+}
+
+/// Whether terminals here can move their cursor.
+pub fn can_move_cursor() -> bool {
+    std::env::var_os("TERM").is_some_and(|term| !term.is_empty() && term != "dumb")
 }
 
 /// Says why the program ends, and what to do.

@@ -56,8 +56,6 @@ pub struct Repl {
     transcript: Option<Transcript>,
     last: Option<TurnReport>,
     turns: usize,
-    /// Whether the last answer was ended by the user.
-    cancelled: bool,
     out: Out,
 }
 
@@ -87,17 +85,12 @@ impl Repl {
         let name = session.model().name();
         let transcript = args.transcript.map(|path| Transcript::open(&path, &name)).transpose()?;
         let conversation = Conversation::new(args.system);
-        Ok(Repl { session, conversation, choices, transcript, last: None, turns: 0, cancelled: false, out })
+        Ok(Repl { session, conversation, choices, transcript, last: None, turns: 0, out })
     }
 
     /// The model, for people.
     pub fn model(&self) -> String {
         self.session.model().name()
-    }
-
-    /// Whether the last answer was ended by the user.
-    pub fn was_cancelled(&self) -> bool {
-        self.cancelled
     }
 
     /// Does what a line says. `edited`: a message in it takes the place of the last one. Whoever read the line has
@@ -223,10 +216,12 @@ impl Repl {
 
     fn set(&mut self, argument: &str) -> Result<()> {
         let declared = &self.session.model().checkpoint.generation;
-        if !argument.is_empty() {
-            return self.choices.set(argument, declared);
+        if argument.is_empty() {
+            self.out.tell(&self.choices.text(declared)?);
+        } else {
+            let set = self.choices.set(argument, declared)?;
+            self.out.note(&set);
         }
-        self.out.tell(&self.choices.text(declared)?);
         Ok(())
     }
 
@@ -291,8 +286,7 @@ impl Repl {
             other => other,
         };
         let answer = answer.map_err(|broken| self.unanswered(broken.error))?;
-        self.cancelled = answer.finish_reason == FinishReason::Cancelled;
-        if answer.text.is_empty() && self.cancelled {
+        if answer.text.is_empty() && answer.finish_reason == FinishReason::Cancelled {
             self.happened("cancelled before anything was said: /retry answers the message");
             return Ok(());
         }
@@ -401,7 +395,6 @@ impl Repl {
         });
         prefill.finish();
         let shown = if untouched && answer.is_err() { Ok(()) } else { display.finish() };
-        cancel::rearm();
         match (answer, shown) {
             (Err(error), _) => Err(Broken { error, untouched }),
             (Ok(_), Err(error)) => Err(Broken { error: error.into(), untouched: false }),

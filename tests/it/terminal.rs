@@ -109,9 +109,9 @@ impl Terminal {
         self.keys(ENTER);
     }
 
-    /// Pastes, as terminals do it where the program asked them to.
+    /// Pastes, as terminals do it where the program asked them to: lines end as with Enter.
     pub fn paste(&self, text: &str) {
-        self.keys(&format!("\x1b[200~{text}\x1b[201~"));
+        self.keys(&format!("\x1b[200~{}\x1b[201~", text.replace('\n', ENTER)));
     }
 
     /// What was on the screen and has left it, and what is on it.

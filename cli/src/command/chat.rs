@@ -18,15 +18,16 @@ use crate::requests::{LINE_BYTES_MAX, Lines};
 pub fn run(args: ChatArgs) -> Result<ExitCode> {
     let out = Out::new(args.output.json, args.quiet);
     let history = if args.no_history { None } else { editor::history_file() };
-    let with_editor = !args.output.json && output::is_a_person_there();
+    let with_editor = !args.output.json && output::is_a_person_there() && output::can_move_cursor();
+    // Before what takes long: what is typed meanwhile waits for the prompt.
+    let terminal = with_editor.then(output::terminal::take);
     let mut repl = Repl::open(args, out)?;
     if !io::stdin().is_terminal() {
         return of_lines(&mut repl);
     }
     let ending = cancel::spare_the_program(with_editor);
+    out.note(&format!("{}; /help lists commands, Ctrl-D leaves", repl.model()));
     if with_editor {
-        out.note(&format!("{}; /help lists commands, Ctrl-D leaves", repl.model()));
-        let terminal = output::terminal::take();
         let mut editor = Editor::new(history, ending.clone(), out);
         if let Some(exit) = of_editor(&mut repl, &mut editor, &ending)? {
             return Ok(exit);
@@ -94,10 +95,11 @@ fn of_lines(repl: &mut Repl) -> Result<ExitCode> {
     let mut messages = Messages::new(io::stdin().lock());
     loop {
         // Nobody looks at the flag while this waits: Ctrl-C ends the program.
-        cancel::rearm();
+        if cancel::rearm() {
+            return Ok(ExitCode::from(CANCELLED));
+        }
         let Some(line) = messages.next()? else { break };
         match repl.take(&line?, false)? {
-            Next::Line if repl.was_cancelled() => return Ok(ExitCode::from(CANCELLED)),
             Next::Line => {}
             Next::Edited(_) => return Err(no_editor()),
             Next::Leave => break,

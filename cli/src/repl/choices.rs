@@ -61,11 +61,11 @@ impl Choices {
         self.sampling.seed = Some(self.seed().wrapping_add(1));
     }
 
-    /// Sets what `NAME=VALUE` says; without a value a name is as the model has it.
+    /// Sets what `NAME=VALUE` says; without a value a name is as the model has it. Returns what it is now, for people.
     ///
     /// # Errors
     /// When there is no such name, or the value is none; nothing changes then.
-    pub fn set(&mut self, typed: &str, declared: &GenerationDefaults) -> Result<()> {
+    pub fn set(&mut self, typed: &str, declared: &GenerationDefaults) -> Result<String> {
         let (name, value) = typed.split_once('=').ok_or_else(|| {
             usage(format!("/set {}: expected NAME=VALUE, as in /set temperature=0.7", shortened(typed)))
         })?;
@@ -97,7 +97,10 @@ impl Choices {
         // Errors name options.
         next.sampling(declared).map_err(|error| usage(error.to_string().replace("--", "/set ")))?;
         *self = next;
-        Ok(())
+        let now = NAMES.iter().zip(self.values(declared)?).find(|(known, _)| **known == name);
+        Ok(now.map_or(name.clone(), |(_, value)| {
+            format!("{name} is {}", if value.is_empty() { "empty" } else { &value })
+        }))
     }
 
     /// All of it, for people.
@@ -105,10 +108,18 @@ impl Choices {
     /// # Errors
     /// As [`Choices::sampling`].
     pub fn text(&self, declared: &GenerationDefaults) -> Result<String> {
+        let values = self.values(declared)?.into_iter();
+        let rows: Vec<Vec<String>> =
+            NAMES.iter().zip(values).map(|(name, value)| vec![(*name).to_owned(), value]).collect();
+        Ok(table(2, &["name", "value"], &rows))
+    }
+
+    /// The values of all [`NAMES`].
+    fn values(&self, declared: &GenerationDefaults) -> Result<[String; NAMES.len()]> {
         let s = self.sampling(declared)?;
         let named =
             |value: Option<clap::builder::PossibleValue>| value.map_or(String::new(), |v| v.get_name().to_owned());
-        let values = [
+        Ok([
             s.temperature.to_string(),
             s.top_k.to_string(),
             s.top_p.to_string(),
@@ -122,10 +133,7 @@ impl Choices {
             named(self.thoughts.to_possible_value()),
             named(self.policy.to_possible_value()),
             Value::from(self.template_args.clone()).to_string(),
-        ];
-        let rows: Vec<Vec<String>> =
-            NAMES.iter().zip(values).map(|(name, value)| vec![(*name).to_owned(), value]).collect();
-        Ok(table(2, &["name", "value"], &rows))
+        ])
     }
 }
 
@@ -168,7 +176,7 @@ mod tests {
         for typed in ["temperature=0.25", "top-p = 0.5", "SEED=9", "stop=\"\\n\\n\"", "context_policy=drop-oldest"] {
             choices.set(typed, &declared).unwrap();
         }
-        choices.set("thoughts=hide", &declared).unwrap();
+        assert_eq!(choices.set("thoughts=hide", &declared).unwrap(), "thoughts is hide");
         choices.set("template_arg=enable_thinking=false", &declared).unwrap();
         let sampling = choices.sampling(&declared).unwrap();
         assert_eq!((sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed), (0.25, 0.5, 20, 9));
@@ -177,7 +185,7 @@ mod tests {
             (choices.policy, &choices.template_args["enable_thinking"]),
             (ContextPolicy::DropOldest, &false.into())
         );
-        choices.set("temperature=", &declared).unwrap();
+        assert_eq!(choices.set("temperature=", &declared).unwrap(), "temperature is 0.6");
         assert_eq!(choices.sampling(&declared).unwrap().temperature, 0.6);
         let text = choices.text(&declared).unwrap();
         for part in ["temperature", "0.6", "drop-oldest", r#"{"enable_thinking":false}"#, r#""\n\n""#] {

@@ -1,5 +1,8 @@
 //! Conversations that are piped in, a line a turn.
 
+use std::io::{BufReader, Read, Write};
+use std::process::{Command, Stdio};
+
 use serde_json::Value;
 
 use super::{piped, saved, toy, turns};
@@ -128,4 +131,28 @@ fn thoughts_are_told_apart_hidden_and_left_to_the_template() {
     let without = super::turns(&[&usual[..], &["--template-arg", "enable_thinking=false"]].concat(), "run\n");
     assert_eq!(without[0].get("thoughts"), None::<&Value>);
     assert!(ids(&without[0]["prompt_ids"]).len() > ids(&turns[0]["prompt_ids"]).len());
+}
+
+/// As `nohup` starts it: a hang-up is not heard. Else it ends what waits.
+#[test]
+fn a_hang_up_is_heard_unless_whoever_started_it_does_not_want_it() {
+    for (trap, code) in [("trap '' HUP; ", 0), ("", 130)] {
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("{trap}exec \"$0\" chat \"$@\""), env!("CARGO_BIN_EXE_pp-run")]);
+        let toy = toy();
+        command.args(usual(&toy)).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut child = command.spawn().expect("sh is there");
+        let mut stdin = child.stdin.take().expect("piped");
+        stdin.write_all(b"run\n").expect("it reads");
+        let mut stdout = BufReader::new(child.stdout.take().expect("piped"));
+        let mut first = [0];
+        stdout.read_exact(&mut first).expect("it answers");
+        let sent = Command::new("kill").args(["-s", "HUP", &child.id().to_string()]).status().expect("kill is there");
+        assert!(sent.success());
+        // It may have ended.
+        let _ = stdin.write_all(b"run\n");
+        drop(stdin);
+        stdout.read_to_end(&mut Vec::new()).expect("it ends");
+        assert_eq!(child.wait().expect("it ends").code(), Some(code), "{trap}");
+    }
 }

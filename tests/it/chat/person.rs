@@ -36,12 +36,15 @@ fn without_a_prompt_a_terminal_is_for_talking() {
     let home = Home::new();
     let toy = toy();
     let options = ["-m", toy.as_str(), "--device", "reference", "-n", "4"];
-    let terminal = Terminal::start(&options, home.folder(), &[]);
-    terminal.see("/help lists commands", 1);
-    terminal.line("run");
-    terminal.see(CLOSING, 1);
-    terminal.line("/exit");
-    assert_eq!(terminal.end().0, 0);
+    for term in ["xterm-256color", "dumb"] {
+        let terminal = Terminal::start(&options, home.folder(), &[("TERM", term)]);
+        terminal.prompt();
+        terminal.line("run");
+        terminal.see(CLOSING, 1);
+        terminal.line("/exit");
+        let (code, text) = terminal.end();
+        assert!(code == 0 && text.contains("/help lists commands"), "{text}");
+    }
     let terminal =
         Terminal::start(&[&options[..], &["a prompt is answered and that is all"]].concat(), home.folder(), &[]);
     let (code, text) = terminal.end();
@@ -75,6 +78,7 @@ fn lines_are_joined_by_paste_alt_enter_and_backslash() {
     assert!(!terminal.text().contains(CLOSING), "a paste is not sent by itself");
     terminal.keys(ENTER);
     terminal.see(CLOSING, 1);
+    save(&terminal, "pasted.json");
     terminal.line("/reset");
     terminal.see("begins anew", 1);
     terminal.keys("one");
@@ -93,6 +97,7 @@ fn lines_are_joined_by_paste_alt_enter_and_backslash() {
     terminal.line(" and five");
     terminal.see(CLOSING, 4);
     save(&terminal, "four.json");
+    assert_eq!(said(&home.path("pasted.json")), [long.trim_end()]);
     assert_eq!(said(&home.path("two.json")), ["one\ntwo"]);
     assert_eq!(said(&home.path("three.json")), ["three\nfour"]);
     assert_eq!(said(&home.path("four.json")), ["three\nfour and five"], "the last message was changed in place");
@@ -156,6 +161,7 @@ fn greedy_answers_are_the_same_again_and_that_is_said() {
     save(&terminal, "second.json");
     assert_eq!(saved(&home.path("first.json")), saved(&home.path("second.json")));
     terminal.line("/set temperature=0.5");
+    terminal.see("temperature is 0.5", 1);
     terminal.line("/set");
     terminal.until("the new temperature", |text| {
         text.lines().any(|line| line.split_whitespace().eq(["temperature", "0.5"]))

@@ -63,7 +63,7 @@ fn another_size_and_ctrl_c_leave_a_terminal_as_it_was() {
     terminal.keys(CTRL_C);
     let (code, text) = terminal.end();
     assert_eq!(code, 130, "{text}");
-    assert!(text.contains("stopping after the step"), "{text}");
+    assert!(text.contains("press Ctrl-C again to leave at once"), "{text}");
     // What is printed from now on scrolls through the whole screen again.
     let last = text.lines().last().expect("something");
     assert!(last.contains("left: run the same command again") || last.contains("tokens/s"), "{text}");
