@@ -125,12 +125,25 @@ fetch_swiftshader() {
     [ -f "$work/libvk_swiftshader.so" ] && [ -f "$work/vk_swiftshader_icd.json" ]
 }
 
-# Node and a browser, for the tests of the page.
-need_browser() {
+# Node and npm.
+need_node() {
     command -v node >/dev/null || install nodejs
     command -v npm >/dev/null || install npm
     local version
     version=$(node --version | tr -d v)
     printf '18\n%s\n' "$version" | sort --version-sort --check=quiet || fail "Node $version is too old: 18 or newer is needed"
+}
+
+# A browser, for the tests of the page.
+need_browser() {
+    need_node
     [ -n "${PP_CHROMIUM:-}" ] || command -v /usr/bin/chromium >/dev/null || install chromium fonts-dejavu-core
+}
+
+# Python, Node and curl, for the tests with other people's clients.
+need_clients() {
+    need_node
+    command -v curl >/dev/null || install curl ca-certificates
+    python3 -c 'import ensurepip, venv' 2>/dev/null || install python3-venv
+    python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$(python3 --version) is too old: 3.11 or newer is needed"
 }

@@ -22,6 +22,8 @@ say "the page in Chromium"
 need_browser
 npm ci --prefix tests/page --silent --no-audit --no-fund --ignore-scripts
 PP_RUN=$(realpath "$PP_RUN") PP_MODEL=$(realpath "$(models_folder)/$MODEL_FILE") node --test tests/page/page.test.mjs
+say "the server with other people's clients"
+PP_RUN=$PP_RUN tests/clients/run
 if cargo +nightly fuzz --version >/dev/null 2>&1; then
     for target in enrolment members link control payload weights; do
         say "fuzzing $target for 30 s"
