@@ -43,7 +43,7 @@ RULES = {
     ("best_of", "unsupported_parameter"): lambda body: body["best_of"] != (body.get("n") or 1),
     ("n", "invalid_value"): lambda body: body["n"] * len(prompts(body)) > AT_ONCE,
     ("logit_bias", "invalid_value"): lambda body: any(id.isdigit() and int(id) >= VOCAB for id in body["logit_bias"]),
-    ("messages", "invalid_value"): lambda body: not any(message.get("content") for message in body["messages"]),
+    ("messages", "invalid_value"): lambda body: all(message.get("content") in ("", []) for message in body["messages"]),
     ("messages", "context_length_exceeded"): lambda body: any(map(is_long, prompts(body))),
     ("prompt", "context_length_exceeded"): lambda body: any(map(is_long, prompts(body))),
     ("prompt", "invalid_value"): lambda body: any(map(is_unknown, prompts(body))) or any(not p for p in prompts(body)),

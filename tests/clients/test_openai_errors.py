@@ -1,5 +1,6 @@
 """OpenAI's client for Python: what is refused, and how clients see it."""
 
+import asyncio
 import contextlib
 import signal
 import threading
@@ -245,6 +246,24 @@ def test_cancel(small, slow):
     with slow.chat.completions.create(**LONG, stream=True) as stream:
         next(iter(stream))
         until("it is open", lambda: small.requests()["open"] == 1)
+    until("nothing is open", small.is_idle)
+    assert cancelled(small) == before + 1
+
+
+def test_cancel_task(small, slow):
+    """a task that is cancelled cancels its request"""
+    before = cancelled(small)
+
+    async def give_up():
+        async with openai.AsyncOpenAI(base_url=small.v1, api_key="none", max_retries=0) as client:
+            task = asyncio.create_task(client.chat.completions.create(**LONG))
+            while small.requests()["open"] == 0:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(give_up())
     until("nothing is open", small.is_idle)
     assert cancelled(small) == before + 1
 
