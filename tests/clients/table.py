@@ -58,6 +58,7 @@ def main(work):
             conform[operation][column] = conform[operation].get(column, True) and passed
     order = sorted(features.items(), key=lambda item: (-len(item[1]), item[0].strip("`").lower()))
     made = table("Feature", dict(order), CLIENTS) + [""] + table("schemathesis", dict(sorted(conform.items())), SERVERS.values())
+    assert features and conform, "there are no results"
     before, _, rest = README.read_text().partition(BEGIN)
     written, _, after = rest.partition(END)
     found = "\n".join(made)
@@ -65,7 +66,7 @@ def main(work):
         README.write_text(f"{before}{BEGIN}\n\n{found}\n\n{END}{after}")
     elif written.strip() != found:
         wanted, shown = written.strip().splitlines(), found.splitlines()
-        print("tests/clients/README.md does not say what the tests showed:", file=sys.stderr)
+        print("tests/clients/README.md does not say what the tests showed (PP_WRITE=1 writes it):", file=sys.stderr)
         for line in wanted:
             if line not in shown:
                 print(f"  not so: {line}", file=sys.stderr)

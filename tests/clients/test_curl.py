@@ -196,6 +196,7 @@ def test_pipeline_events(toy):
 
 def test_metrics(toy):
     """`/metrics`, as Prometheus reads them"""
+    exchange(*JSON, toy.url + CHAT, body=ask())
     statuses, headers, body = exchange(toy.url + "/metrics")
     assert statuses == [200] and headers["content-type"].startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
