@@ -72,7 +72,7 @@ mod tests {
 
     /// Says an answer's ids one by one: what came out after each, and whether a stop text ended it.
     fn said(tokenizer: &Arc<Tokenizer>, ids: &[u32], stop: &[String]) -> (Vec<String>, bool) {
-        let mut text = AnswerText::new(tokenizer.clone(), stop);
+        let mut text = AnswerText::new(tokenizer.clone(), stop, &[]);
         let mut pieces = Vec::new();
         for id in ids {
             let (piece, stopped) = text.push(*id);
