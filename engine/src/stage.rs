@@ -334,9 +334,10 @@ impl Stage {
     /// # Panics
     /// When an older one is not finished.
     pub fn finish(&mut self, pending: Pending) -> Result<Finished, StepError> {
+        let nothing = |now| Done { reads: Vec::new(), started: now, finished: now };
         let done = match pending.ticket {
             Some(ticket) => self.backend.collect(ticket)?,
-            None => Done { reads: Vec::new(), started: Instant::now(), finished: Instant::now() },
+            None => nothing(Instant::now()),
         };
         let output = match pending.wanted {
             Wanted::Nothing if self.layout.head.is_some() => StageOutput::Outputs(Outputs::default()),

@@ -206,7 +206,7 @@ mod tests {
         refused("temprature=1", "did you mean temperature?");
         refused("xyzzy=1", "there is no such name");
         refused("temperature=warm", "no number");
-        refused("temperature=-1", "/set temperature -1: expected 0 or more");
+        refused("temperature=-1", "/set temperature -1: expected 0 to 100");
         refused("top_p=0", "/set top-p 0");
         refused("top_k=-3", "no number");
         refused("max_tokens=0", "at least 1");
