@@ -7,8 +7,9 @@ cd "$(dirname "$0")/.."
 need_build_tools
 cargo fmt --version >/dev/null && cargo clippy --version >/dev/null || fail "rustfmt and clippy are missing: rustup component add rustfmt clippy"
 need_model
-say "building pp-run"
-cargo build
+# With the tests: built alone, what it depends on has other features, and is built twice.
+say "building pp-run and its tests"
+cargo test --workspace --no-run
 PP_RUN=$(target_folder)/debug/pp-run
 need_vulkan
 need_swiftshader "$PWD/target/swiftshader"
