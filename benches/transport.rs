@@ -135,7 +135,7 @@ fn trace(c: &mut Criterion) {
         let now = recorder.now();
         recorder.answered(step, now, now);
         recorder.state(HeadState::Working, now - 1, now);
-        black_box(recorder.step(step, (now, now), &[]));
+        black_box(recorder.step(step, (now, now)));
     };
     (0..RING + 1).for_each(|_| micro_batch());
     c.bench_function("trace of a micro-batch through four stages", |b| b.iter(&mut micro_batch));

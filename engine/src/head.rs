@@ -453,15 +453,14 @@ impl Head {
 
     /// Gives the scheduler what all stages have told.
     fn learn(&mut self) {
-        let shares = self.pipeline.shares();
         // What stages on the same took from each other is known once those behind have told, too.
-        let behind = if shares.is_empty() { 0 } else { self.pipeline.reports().len() };
+        let behind = if self.pipeline.shares().is_empty() { 0 } else { self.pipeline.reports().len() };
         while let Some(oldest) = self.unmeasured.front() {
             let is_told = self.unmeasured.get(behind).is_some_and(|later| self.recorder.knows(later.step));
             if !is_told && self.unmeasured.len() <= UNMEASURED_MAX {
                 break;
             }
-            if let Some(took) = self.recorder.step(oldest.step, oldest.away, shares) {
+            if let Some(took) = self.recorder.step(oldest.step, oldest.away) {
                 let beyond = oldest.overhead + took.hops;
                 self.scheduler.measured(oldest.tokens, oldest.attended, &took.alone, beyond);
             }

@@ -252,6 +252,10 @@ impl Recorder {
         self.shares.get_or_init(|| shares.to_vec());
     }
 
+    fn shares(&self) -> &[Share] {
+        self.shares.get().map_or(&[], Vec::as_slice)
+    }
+
     /// Which clock a stage's device is timed by; the host's unless told otherwise.
     pub fn timed_by(&self, stage: usize, timestamps: Timestamps) {
         locked(&self.stages[stage].2).timestamps = timestamps;
@@ -303,8 +307,9 @@ impl Recorder {
     }
 
     /// What the stages took for a step, once all of them have told of it. The head had it on its way from and until
-    /// `sent` and `answered`; `shares` is what stages take from each other.
-    pub fn step(&self, step: u64, (sent, answered): (Nanos, Nanos), shares: &[Share]) -> Option<StepSeconds> {
+    /// `sent` and `answered`.
+    pub fn step(&self, step: u64, (sent, answered): (Nanos, Nanos)) -> Option<StepSeconds> {
+        let shares = self.shares();
         let mut spans = Vec::new();
         let mut lines = Vec::new();
         for (_, _, ring) in &self.stages {
@@ -385,7 +390,7 @@ impl Recorder {
             head: head.latest(|span| span.sampled == 0 || span.sampled >= from),
             states: locked(&self.states).latest(|state| state.to >= from),
             dropped: dropped + head.dropped,
-            shares: self.shares.get().cloned().unwrap_or_default(),
+            shares: self.shares().to_vec(),
         }
     }
 }
@@ -403,7 +408,7 @@ mod tests {
 
     #[test]
     fn a_step_is_told_once_all_stages_have_told_and_without_the_company_that_it_had() {
-        let recorder = Recorder::new([("a".to_owned(), (0, 1)), ("b".to_owned(), (1, 2))]);
+        let recorder = || Recorder::new([("a".to_owned(), (0, 1)), ("b".to_owned(), (1, 2))]);
         let span = |step, arrived, started, finished, sent| StageSpan {
             step,
             arrived,
@@ -414,19 +419,24 @@ mod tests {
             sent,
             ..StageSpan::default()
         };
-        let share = [Share { capacity: 1.0, stages: vec![(0, 1.0), (1, 1.0)] }];
+        let (recorder, apart) = (recorder(), recorder());
+        recorder.shared(&[Share { capacity: 1.0, stages: vec![(0, 1.0), (1, 1.0)] }]);
         recorder.stage(0, span(1, 1_100, 2_000, 6_000, 6_500));
-        assert_eq!(recorder.step(1, (1_000, 0), &share), None);
+        assert_eq!(recorder.step(1, (1_000, 0)), None);
         recorder.stage(1, span(1, 6_800, 7_000, 11_000, 12_000));
         // The second micro-batch is on the first stage while the first one is on the second.
         recorder.stage(0, span(2, 5_000, 9_000, 13_000, 13_000));
         assert!(recorder.knows(1) && !recorder.knows(2));
         let close = |found: f64, nanos: f64| assert!((found * 1e9 - nanos).abs() < 1e-3, "{found} for {nanos} ns");
-        let found = recorder.step(1, (1_000, 12_100), &share).unwrap();
+        let found = recorder.step(1, (1_000, 12_100)).unwrap();
         close(found.alone[0], 4_000.0);
         close(found.alone[1], 3_000.0);
         close(found.hops, 500.0);
-        close(recorder.step(1, (1_000, 12_100), &[]).unwrap().alone[1], 4_000.0);
+        // The same where nothing is shared.
+        apart.stage(0, span(1, 1_100, 2_000, 6_000, 6_500));
+        apart.stage(1, span(1, 6_800, 7_000, 11_000, 12_000));
+        apart.stage(0, span(2, 5_000, 9_000, 13_000, 13_000));
+        close(apart.step(1, (1_000, 12_100)).unwrap().alone[1], 4_000.0);
     }
 
     #[test]

@@ -18,7 +18,6 @@ use crossbeam_channel::{Receiver, Sender, TrySendError, bounded, unbounded};
 use thiserror::Error;
 
 use super::{Event, Head, HeadError, Request};
-use crate::law::Share;
 use crate::pipeline::{StageName, StageReport};
 use crate::schedule::{Limits, Refused, RequestId, Status};
 use crate::trace::{Recorder, Trace};
@@ -114,8 +113,6 @@ pub struct Pipe {
     pub counters: Vec<Arc<Counters>>,
     /// What happened when.
     pub recorder: Arc<Recorder>,
-    /// What stages take from each other.
-    pub shares: Vec<Share>,
     /// What the scheduler keeps to.
     pub limits: Limits,
 }
@@ -128,7 +125,6 @@ impl Pipe {
             reports: pipeline.reports().to_vec(),
             counters: pipeline.counters().to_vec(),
             recorder: pipeline.recorder().clone(),
-            shares: pipeline.shares().to_vec(),
             limits: *head.scheduler().limits(),
         }
     }
