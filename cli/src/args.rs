@@ -9,6 +9,7 @@ mod serve;
 
 use std::path::PathBuf;
 
+use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Deserialize;
 
@@ -18,6 +19,9 @@ pub use cluster::{AddArgs, ClusterArgs, ClusterVerb, DrainArgs, InitArgs, Remove
 pub use form::{FormArgs, ToolFormatArg};
 pub use network::{DoctorArgs, NetBenchArgs, NetBenchEndArgs, NetworkArg, TransportArg};
 pub use serve::{LogFormat, ServeArgs};
+
+/// Seconds that a lost worker is waited for.
+pub const RECOVER_WAIT: u64 = 10;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -246,6 +250,28 @@ pub struct PipelineArgs {
     /// How long to wait for workers that are busy or do not answer
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=86_400), help_heading = "Pipeline")]
     pub wait: u64,
+    /// How long to wait for a worker that was lost while answers were made, before its layers go elsewhere
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = RECOVER_WAIT,
+        value_parser = clap::value_parser!(u64).range(0..=86_400),
+        help_heading = "Pipeline",
+        long_help = "How long to wait for a worker that was lost while answers were made, before its layers go elsewhere. Answers \
+                     pause meanwhile and then go on with the same tokens. Where another member of the cluster is idle, it \
+                     takes the layers sooner, after as long as the lost one took to load"
+    )]
+    pub recover_wait: u64,
+    /// Most other members of the cluster that take the place of lost ones at once (default: any number)
+    #[arg(long, value_name = "N", help_heading = "Pipeline")]
+    pub spares: Option<usize>,
+    /// Memory of every stage for what it has handed on, such as 512MB: a lost stage is restored from there, and those before
+    /// it compute nothing again
+    #[arg(long, value_name = "SIZE", default_value = "0", help_heading = "Pipeline")]
+    pub boundary_log: ByteSize,
+    /// End with an error when a stage is lost, in place of going on with another one
+    #[arg(long, help_heading = "Pipeline")]
+    pub no_recover: bool,
     /// Positions of the context, in tokens (default: the model's maximum, or what fits the device memory)
     #[arg(short, long, value_name = "TOKENS", help_heading = "Pipeline")]
     pub ctx: Option<usize>,

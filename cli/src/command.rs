@@ -26,7 +26,8 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use pp_engine::checkpoint::Checkpoint;
 use pp_engine::head::{Head, HeadOptions};
-use pp_engine::pipeline::{Device, Pipeline, PipelineError, PipelineOptions, StageName};
+use pp_engine::pipeline::shelf::Shelf;
+use pp_engine::pipeline::{Device, Past, Pipeline, PipelineError, PipelineOptions, StageName};
 use pp_engine::tokenizer::Tokenizer;
 use pp_engine::trace::{Trace, chrome};
 use pp_engine::weights::LoadError;
@@ -86,6 +87,26 @@ pub fn open(args: &ModelArgs) -> Result<Arc<Checkpoint>> {
 pub fn load(plan: &Plan, options: HeadOptions, tokenizer: Arc<Tokenizer>, out: &Out) -> Result<(Head, f64)> {
     let started = std::time::Instant::now();
     plan.notes().iter().for_each(|note| out.note(note));
+    let pipeline = open_pipeline(plan, Keep::default(), out)?;
+    Ok((Head::new(pipeline, tokenizer, options), started.elapsed().as_secs_f64()))
+}
+
+/// What a pipeline has of one before, and keeps for one after.
+#[derive(Clone, Copy, Default)]
+pub struct Keep<'a> {
+    /// Where stages are, and go.
+    pub shelf: Option<&'a Arc<Shelf>>,
+    /// The pipeline before.
+    pub past: Option<&'a Past>,
+    /// Bytes of each stage for what it hands on.
+    pub boundary_log: u64,
+}
+
+/// Opens a plan's stages, with a bar each.
+///
+/// # Errors
+/// When a stage does not load, or the user wants it to end.
+pub fn open_pipeline(plan: &Plan, keep: Keep<'_>, out: &Out) -> Result<Pipeline> {
     let stages = plan.layouts.iter().zip(&plan.devices).map(|(layout, device)| {
         let layers = (layout.spec.layers.start, layout.spec.layers.end);
         let name = format!("stage {}  layers {}  {}", layout.spec.index, layer_range(layers), place(device));
@@ -93,7 +114,8 @@ pub fn load(plan: &Plan, options: HeadOptions, tokenizer: Arc<Tokenizer>, out: &
     });
     let is_remote = plan.devices.iter().any(|device| device.worker().is_some());
     let model = is_remote.then(|| crate::cluster::model::of(&plan.checkpoint, out)).transpose()?;
-    let between = PipelineOptions { model, ..PipelineOptions::default() };
+    let (shelf, past, boundary_log) = (keep.shelf.cloned(), keep.past.cloned(), keep.boundary_log);
+    let between = PipelineOptions { model, shelf, past, boundary_log, ..PipelineOptions::default() };
     let mut loading = Loading::new(out, stages.collect());
     let mut progress = |stage, at| loading.update(stage, at);
     let opened = Pipeline::open_with(
@@ -124,7 +146,7 @@ pub fn load(plan: &Plan, options: HeadOptions, tokenizer: Arc<Tokenizer>, out: &
             out.note(&format!("stage {}: {}", report.spec.index, widened.text()));
         }
     }
-    Ok((Head::new(pipeline, tokenizer, options), started.elapsed().as_secs_f64()))
+    Ok(pipeline)
 }
 
 /// A worker has no room for its tensors: how much was needed, and what would fit.

@@ -18,6 +18,7 @@ mod models;
 mod output;
 mod plan;
 mod prompts;
+mod recovery;
 mod repl;
 mod report;
 mod requests;

@@ -8,6 +8,7 @@ use anyhow::Result;
 use pp_engine::backend::gpu::adapter::Adapter;
 use pp_engine::checkpoint::Checkpoint;
 use pp_engine::cluster::control::Purpose;
+use pp_engine::cluster::remote::{RemoteDevice, Worker};
 use pp_engine::layout::{LayoutError, StageLayout, StageOptions, StageSpec};
 use pp_engine::pipeline::Device;
 use pp_engine::planner;
@@ -15,8 +16,10 @@ use pp_engine::split::{Costs, Split, auto_within};
 use pp_engine::{PAGE, Profile};
 
 use crate::args::{PipelineArgs, ProfileArg};
+use pp_transport::identity::Name;
+
 use crate::cluster::gather::Cluster;
-use crate::cluster::{file, places};
+use crate::cluster::{file, lease_error, places};
 use crate::measured::{self, Forecast};
 use crate::memory::{self, Need, Pool, Situation};
 use crate::output::Out;
@@ -52,7 +55,6 @@ pub struct Plan {
     /// What the split goes by.
     pub basis: Basis,
     /// The workers, as long as the pipeline is wanted: dropped after all that runs there.
-    #[expect(dead_code, reason = "held, not read")]
     pub cluster: Option<Cluster>,
 }
 
@@ -457,6 +459,65 @@ pub fn checked() -> bool {
 }
 
 impl Plan {
+    /// The devices with those of lost workers replaced by the first of others, a worker for each; their names are forgotten.
+    ///
+    /// # Errors
+    /// When one has no device, or not the memory.
+    pub fn with_others(&mut self, lost: &[Name], others: &[Arc<Worker>]) -> Result<()> {
+        let replace = |device: &Device| -> Result<Device> {
+            let name = device.worker();
+            let at = lost.iter().position(|lost| name.as_deref() == Some(lost.as_str()));
+            let other = at.map(|at| RemoteDevice::of(&others[at], None).map_err(lease_error)).transpose()?;
+            Ok(other.map_or_else(|| device.clone(), Device::Remote))
+        };
+        let devices = self.devices.iter().map(replace).collect::<Result<Vec<_>>>()?;
+        let layouts = layouts(&self.checkpoint, &self.specs, self.options, &devices)?;
+        // What those that are left hold is theirs already.
+        let is_new = |pool: &Pool| others.iter().any(|other| pool.worker.as_deref() == Some(other.name()));
+        let pools: Vec<Pool> = memory::pools(&devices).into_iter().filter(is_new).collect();
+        if let Some(pool) = memory::shortage(&pools, &needs(&layouts)) {
+            return Err(errors::device(format!("{} has not enough memory for the lost layers", pool.device)));
+        }
+        if let Some(cluster) = &mut self.cluster {
+            cluster.forget(lost);
+        }
+        (self.layouts, self.devices) = (layouts, devices);
+        Ok(())
+    }
+
+    /// Divides the layers over other devices, by bytes; context and cache stay as they are.
+    ///
+    /// # Errors
+    /// When there is none, or they do not fit.
+    pub fn over(&mut self, devices: Vec<Device>) -> Result<()> {
+        if devices.is_empty() {
+            return Err(errors::worker("no device is left"));
+        }
+        let costs = settings::costs(&self.checkpoint);
+        let counts = Split::Bytes.resolve(Some(devices.len()), &costs)?;
+        let (pools, options) = (memory::pools(&devices), self.options);
+        let args = PipelineArgs::default();
+        let open = Open { checkpoint: &self.checkpoint, args: &args, options: &options };
+        let (context, kv_tokens) = (Some(options.context), Some(options.kv_tokens));
+        let wish = Wish { stages: Some(counts.len()), context, kv_tokens, is_free: false };
+        let Division { counts, devices, pools, .. } = open.by_bytes(counts, devices, pools, &wish, None)?;
+        let asked = Asked { context: true, kv_tokens };
+        let cluster = self.cluster.take();
+        let fitted = fit(self.checkpoint.clone(), counts, devices, pools, options, asked, &costs);
+        match fitted {
+            Ok(plan) => *self = Plan { cluster, ..plan },
+            Err(error) => {
+                self.cluster = cluster;
+                return Err(error);
+            }
+        }
+        let used: Vec<String> = self.devices.iter().filter_map(Device::worker).collect();
+        if let Some(cluster) = &mut self.cluster {
+            cluster.keep_only(&used);
+        }
+        Ok(())
+    }
+
     /// What to say about context and cache, if anything.
     pub fn notes(&self) -> Vec<String> {
         let StageOptions { context, sequences, kv_tokens, .. } = self.options;

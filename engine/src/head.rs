@@ -1,6 +1,7 @@
 //! The head of a pipeline: owns the requests, feeds the pipe as the scheduler says, draws tokens, and makes text.
 
 mod probe;
+mod recovery;
 mod request;
 mod score;
 pub mod service;
@@ -68,12 +69,40 @@ pub struct HeadOptions {
     pub prefix_cache: bool,
     /// Decode groups, where the scheduler should not choose.
     pub groups: Option<usize>,
+    /// Whether what was asked is kept when the pipeline fails, for another one ([`Head::recover`]).
+    pub recovers: bool,
+}
+
+impl HeadOptions {
+    /// What a pipeline's scheduler keeps to.
+    fn limits(&self, pipeline: &Pipeline) -> Limits {
+        let stages = pipeline.limits();
+        Limits {
+            stages: pipeline.reports().len(),
+            sequences: self.sequences.clamp(1, stages.sequences),
+            batch_tokens: self.batch_tokens.clamp(1, stages.tokens),
+            outputs: stages.outputs,
+            pages: stages.pages,
+            context: stages.context,
+            in_flight: pipeline.room(),
+            queue: self.queue,
+            prefix_cache: self.prefix_cache,
+            groups: self.groups,
+        }
+    }
 }
 
 impl Default for HeadOptions {
     /// As much as the stages take.
     fn default() -> HeadOptions {
-        HeadOptions { sequences: usize::MAX, batch_tokens: usize::MAX, queue: 1024, prefix_cache: true, groups: None }
+        HeadOptions {
+            sequences: usize::MAX,
+            batch_tokens: usize::MAX,
+            queue: 1024,
+            prefix_cache: true,
+            groups: None,
+            recovers: false,
+        }
     }
 }
 
@@ -133,27 +162,22 @@ pub struct Head {
     unmeasured: VecDeque<Measured>,
     /// Until when the trace knows what the head was doing.
     accounted: Nanos,
-    /// Why the pipeline answers no more.
+    options: HeadOptions,
+    /// Why the pipeline answers no more, …
     down: Option<String>,
+    /// … and since when.
+    lost_at: Option<Nanos>,
+    /// Tokens drawn so far.
+    drawn: u64,
+    /// Nobody else can take the stages of a worker that is being drained: they stay where they are.
+    stays: bool,
     crossings: probe::Crossings,
 }
 
 impl Head {
     /// Takes a pipeline over.
     pub fn new(pipeline: Pipeline, tokenizer: Arc<Tokenizer>, options: HeadOptions) -> Head {
-        let stages = pipeline.limits();
-        let limits = Limits {
-            stages: pipeline.reports().len(),
-            sequences: options.sequences.clamp(1, stages.sequences),
-            batch_tokens: options.batch_tokens.clamp(1, stages.tokens),
-            outputs: stages.outputs,
-            pages: stages.pages,
-            context: stages.context,
-            in_flight: pipeline.room(),
-            queue: options.queue,
-            prefix_cache: options.prefix_cache,
-            groups: options.groups,
-        };
+        let limits = options.limits(&pipeline);
         let shares = pipeline.shares().to_vec();
         let recorder = pipeline.recorder().clone();
         Head {
@@ -165,16 +189,18 @@ impl Head {
             in_flight: VecDeque::new(),
             unmeasured: VecDeque::new(),
             accounted: 0,
+            options,
             down: None,
+            lost_at: None,
+            drawn: 0,
+            stays: false,
             crossings: probe::Crossings::default(),
         }
     }
 
     /// Goes on with another pipeline in the place of one that failed; what was asked of that one has ended.
     pub fn replace(&mut self, pipeline: Pipeline) {
-        let Limits { sequences, batch_tokens, queue, prefix_cache, groups, .. } = *self.scheduler.limits();
-        let options = HeadOptions { sequences, batch_tokens, queue, prefix_cache, groups };
-        *self = Head::new(pipeline, self.tokenizer.clone(), options);
+        *self = Head::new(pipeline, self.tokenizer.clone(), self.options);
     }
 
     /// The pipeline.
@@ -185,6 +211,11 @@ impl Head {
     /// Where the scheduler stands.
     pub fn status(&self) -> Status {
         self.scheduler.status()
+    }
+
+    /// Tokens drawn so far, of all answers.
+    pub fn drawn(&self) -> u64 {
+        self.drawn
     }
 
     /// Requests whose answers are not all complete.
@@ -216,7 +247,7 @@ impl Head {
     /// # Errors
     /// [`HeadError::Refused`], [`HeadError::NoSuchToken`], and [`HeadError::Down`] once the pipeline has failed.
     pub fn submit(&mut self, request: Request) -> Result<RequestId, HeadError> {
-        if let Some(reason) = &self.down {
+        if let Some(reason) = self.down.as_ref().filter(|_| !self.options.recovers) {
             return Err(HeadError::Down { reason: reason.clone() });
         }
         self.check_ids(&request.prompt)?;
@@ -271,7 +302,8 @@ impl Head {
 
     /// Sends what can be sent and takes one answer of the pipe, waiting for at most `patience`. Tells `say` what came
     /// of it. When the pipeline fails, everything that was asked ends ([`FinishReason::Failed`]), and nothing else is
-    /// taken until [`Head::replace`].
+    /// taken until [`Head::replace`]; where it is to be recovered ([`HeadOptions::recovers`]), all of it waits for
+    /// [`Head::recover`] or [`Head::fail`].
     ///
     /// # Errors
     /// [`HeadError::Pipeline`] when a stage failed, and when `cancel` is set.
@@ -285,10 +317,10 @@ impl Head {
         if let Err(error) = &turn
             && !error.is_cancelled()
         {
-            self.down = Some(error.to_string());
-            let running: Vec<RequestId> = self.running.keys().copied().collect();
-            running.into_iter().for_each(|request| self.end(request, FinishReason::Failed, say));
-            self.in_flight.clear();
+            self.lost(error.to_string());
+            if !self.options.recovers {
+                self.fail(say);
+            }
         }
         turn
     }
@@ -299,6 +331,12 @@ impl Head {
         cancel: &AtomicBool,
         say: &mut dyn FnMut(Event),
     ) -> Result<Turn, HeadError> {
+        if self.options.recovers
+            && !self.stays
+            && let Some(stage) = self.pipeline.leaving()
+        {
+            return Err(PipelineError::Leaving { stage: stage.clone() }.into());
+        }
         let begun = self.recorder.now();
         // What the caller did in between: with requests running it kept the pipe waiting.
         let between = if self.running.is_empty() { HeadState::Idle } else { HeadState::Working };
@@ -353,13 +391,14 @@ impl Head {
         let limits = self.pipeline.limits();
         let draws = batch.parts.iter().filter(|part| part.draws).count();
         let edits_max = limits.edits / draws.max(1);
-        let mut step = Step { released: batch.released.clone(), ..Step::default() };
+        let until = batch.until.map(|stage| stage as u32);
+        let from = batch.from.map(|stage| stage as u32);
+        let mut step = Step { released: batch.released.clone(), until, from, ..Step::default() };
         let mut prefilled = Vec::new();
         let mut seen = 0.0;
         for part in &batch.parts {
             let Choice { request, index } = part.choice;
-            let running = self.running.get_mut(&request).expect("scheduled requests run");
-            if index == 0 {
+            if let Some(running) = self.running.get_mut(&request).filter(|_| index == 0 && until.is_none()) {
                 running.cached = running.cached.max(self.scheduler.spared(part.choice));
                 if running.choices[0].ids.is_empty() {
                     prefilled.push((request, part.start + part.ids.len()));
@@ -367,6 +406,7 @@ impl Head {
             }
             step.ids.extend(&part.ids);
             if part.draws {
+                let running = &self.running[&request];
                 let row = step.ids.len() as u32 - 1;
                 let state = &running.choices[index as usize];
                 let history = History { prompt: &running.request.prompt, answer: &state.ids };
@@ -497,6 +537,7 @@ impl Head {
                 return Err(PipelineError::from(error).into());
             }
         };
+        self.drawn += 1;
         let now = Instant::now();
         state.first.get_or_insert(now);
         state.last = Some(now);

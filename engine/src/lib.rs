@@ -8,6 +8,7 @@
 
 pub mod arch;
 pub mod backend;
+pub mod boundary;
 pub mod calibrate;
 pub mod chat_template;
 pub mod checkpoint;

@@ -14,7 +14,7 @@ use thiserror::Error;
 use crate::wire::{Wire, WireError};
 
 /// Version of what a payload says: raised whenever one of an older version would be misread.
-pub const MESSAGE_VERSION: u32 = 1;
+pub const MESSAGE_VERSION: u32 = 2;
 
 /// Consecutive tokens of one sequence.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -107,9 +107,27 @@ pub struct Step {
     pub ids: Vec<u32>,
     /// Rows that logits are wanted for.
     pub outputs: Vec<OutputRequest>,
+    /// The last stage that computes it, where it only restores keys and values that were lost: those behind that one hear
+    /// what is released, and nothing else.
+    pub until: Option<u32>,
+    /// The stage that has what it hands on in its log, where it restores: it computes nothing, nor do those before it.
+    pub from: Option<u32>,
 }
 
 impl Step {
+    /// Whether a stage computes it.
+    pub fn is_computed_by(&self, stage: usize) -> bool {
+        self.from.is_none_or(|from| (from as usize) < stage) && self.until.is_none_or(|until| stage <= until as usize)
+    }
+
+    /// What the stage behind `stage` is told.
+    pub fn behind(self, stage: usize) -> Step {
+        if self.until.is_some_and(|until| until as usize <= stage) {
+            return Step { released: self.released, until: self.until, ..Step::default() };
+        }
+        Step { ids: Vec::new(), ..self }
+    }
+
     /// Requests that the spans belong to, for logs.
     pub fn requests(&self) -> Vec<u64> {
         self.spans.iter().map(|span| span.request).collect()
@@ -283,6 +301,10 @@ pub fn decode_step(payload: &[u8], limits: &MessageLimits, first: bool) -> Resul
             at_most("token id", *id as usize + 1, limits.vocab)?;
         }
         exactly("bytes of activations", activations.len(), 0)?;
+        return Ok((step, Vec::new()));
+    }
+    if step.from.is_some() && activations.is_empty() {
+        // Nobody has computed it yet.
         return Ok((step, Vec::new()));
     }
     let activations = limits.wire.decode(activations, tokens, limits.hidden)?;

@@ -3,14 +3,15 @@
 
 mod device;
 mod open;
+pub mod shelf;
 mod supply;
 pub(crate) mod thread;
 mod uses;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -36,7 +37,8 @@ use crate::trace::{Recorder, Timestamps};
 use crate::weights::{LoadError, LoadProgress};
 use crate::worker::{Counters, WorkerError};
 pub use device::Device;
-use thread::Event;
+use shelf::Shelf;
+use thread::{Event, Home};
 
 /// Micro-batches for each stage that may be in flight: one that it works on and one that waits for it.
 const IN_FLIGHT_PER_STAGE: usize = 2;
@@ -105,6 +107,8 @@ pub enum PipelineError {
     Wedged { stage: StageName, seconds: u64 },
     #[error("the pipeline is silent: a micro-batch that {stage} should have is not answered within {seconds} s")]
     Silent { stage: StageName, seconds: u64 },
+    #[error("{stage} is to go elsewhere: its worker is being drained")]
+    Leaving { stage: StageName },
     #[error("the system starts no thread: {0}")]
     NoThread(std::io::Error),
     #[error("workers without a copy of the model get no weights: {0}")]
@@ -127,6 +131,7 @@ impl PipelineError {
             | PipelineError::Stage { stage, .. }
             | PipelineError::Thread { stage, .. }
             | PipelineError::Wedged { stage, .. }
+            | PipelineError::Leaving { stage }
             | PipelineError::Silent { stage, .. } => Some(stage),
             _ => None,
         }
@@ -172,6 +177,10 @@ pub struct StageReport {
     pub load_seconds: f64,
     /// Whose clock times the device.
     pub timestamps: Timestamps,
+    /// Whether it has the keys and values of the pipeline before ([`Shelf`]).
+    pub kept: bool,
+    /// What it has then of what it handed on: pages, with a bit for each row ([`PipelineOptions::boundary_log`]).
+    pub boundary: Vec<(u32, u32)>,
 }
 
 /// What is between stages, where it is not the usual.
@@ -187,6 +196,37 @@ pub struct PipelineOptions {
     pub slow_hops: Vec<(usize, Delay)>,
     /// The model, where workers have stages.
     pub model: Option<Model>,
+    /// Where stages of this process come from that were those of a pipeline before, and where they go when this one ends.
+    pub shelf: Option<Arc<Shelf>>,
+    /// The pipeline in whose place this one is.
+    pub past: Option<Past>,
+    /// Bytes of what each stage has handed on that it keeps, to restore the stage behind it from; at most.
+    pub boundary_log: u64,
+}
+
+/// What a pipeline leaves to the one in its place.
+#[derive(Clone)]
+pub struct Past {
+    recorder: Arc<Recorder>,
+    epoch: u64,
+    next_step: u64,
+    /// Its stages, until they have ended.
+    ending: Arc<Mutex<Option<Running>>>,
+}
+
+impl std::fmt::Debug for Past {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Past").field("epoch", &self.epoch).field("next_step", &self.next_step).finish_non_exhaustive()
+    }
+}
+
+impl Past {
+    /// Waits until its stages have ended, and are on the shelf where they are sound.
+    pub fn settle(&self) {
+        if let Some(mut running) = self.ending.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            running.end(true);
+        }
+    }
 }
 
 impl PipelineOptions {
@@ -223,6 +263,7 @@ pub struct Pipeline {
     from_tail: Box<dyn Port>,
     events: Receiver<Event>,
     running: Running,
+    is_closed: bool,
     limits: MessageLimits,
     /// Raised by the head alone; the stages drop what is older.
     epoch: Arc<AtomicU64>,
@@ -317,6 +358,11 @@ impl Pipeline {
         Ok(number)
     }
 
+    /// When the tail was last heard, or an empty pipe was given work.
+    pub(crate) fn heard(&self) -> Instant {
+        self.heard
+    }
+
     fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Relaxed)
     }
@@ -329,6 +375,19 @@ impl Pipeline {
         self.in_flight.clear();
         // Answers that nobody wants make room for those to come.
         while self.from_tail.receive(Duration::ZERO).is_ok() {}
+    }
+
+    /// Ends it for another one in its place, and says what that one needs to know: sound stages go to the shelf, here and at
+    /// workers. What was sent is given up. Does not wait for the stages; whoever opens the other pipeline does.
+    pub fn close(&mut self) -> Past {
+        self.is_closed = true;
+        self.in_flight.clear();
+        // Whoever waits to hand something on is let go.
+        (self.to_first, self.from_tail) = (Box::new(pair(1).0), Box::new(pair(1).0));
+        self.running.stop.store(true, Ordering::Relaxed);
+        let running = std::mem::take(&mut self.running);
+        let ending = Arc::new(Mutex::new(Some(running)));
+        Past { recorder: self.recorder.clone(), epoch: self.epoch(), next_step: self.next_step, ending }
     }
 
     /// The answer to the oldest micro-batch in flight.
@@ -441,6 +500,13 @@ impl Pipeline {
         &self.stages[computing.unwrap_or_else(behind)]
     }
 
+    /// The first stage on a worker that is being drained.
+    pub fn leaving(&self) -> Option<&StageName> {
+        let leaves =
+            |name: &str| self.running.workers.iter().any(|worker| worker.name() == name && worker.is_draining());
+        self.stages.iter().find(|stage| stage.worker.as_deref().is_some_and(leaves))
+    }
+
     /// Looks whether a stage has failed while nothing was asked of it.
     ///
     /// # Errors
@@ -467,25 +533,44 @@ impl Pipeline {
 impl Drop for Pipeline {
     /// Ends the stages; they are waited for, so that devices are closed before the program ends.
     fn drop(&mut self) {
-        self.running.stop.store(true, Ordering::Relaxed);
-        self.abandon();
+        if !self.is_closed {
+            self.running.stop.store(true, Ordering::Relaxed);
+            self.abandon();
+        }
     }
 }
 
 /// The stages' threads, and workers that have stages. Dropping it ends the stages and waits for those of this process.
+#[derive(Default)]
 struct Running {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
     /// Give weights to workers, until those have them.
     sources: Vec<JoinHandle<()>>,
     workers: Vec<Arc<Worker>>,
+    home: Home,
+    /// Whether stages of workers stay there for another attempt to open the pipeline.
+    keeps: bool,
+}
+
+impl Running {
+    /// Ends the stages; those of workers, where they are to be `kept`, stay there for the next pipeline.
+    fn end(&mut self, kept: bool) {
+        self.stop.store(true, Ordering::Relaxed);
+        let workers = std::mem::take(&mut self.workers);
+        if kept {
+            std::thread::scope(|scope| workers.iter().for_each(|worker| drop(scope.spawn(|| worker.pause()))));
+        } else {
+            workers.iter().for_each(|worker| worker.release());
+        }
+        thread::join(&mut self.threads);
+        self.home.closed.store(true, Ordering::Release);
+        thread::join(&mut self.sources);
+    }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        self.workers.iter().for_each(|worker| worker.release());
-        thread::join(&mut self.threads);
-        thread::join(&mut self.sources);
+        self.end(self.keeps);
     }
 }

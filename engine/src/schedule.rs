@@ -13,6 +13,7 @@
 pub mod cost;
 mod job;
 pub mod pages;
+mod recovery;
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -23,6 +24,8 @@ use crate::trace::Nanos;
 use cost::{Costs, Fits};
 pub use job::{Batch, Choice, Job, Limits, Next, Part, Refused, RequestId, Status};
 use pages::{Pages, Table};
+use recovery::Recovery;
+pub use recovery::{Kept, Rebuild};
 
 /// Tokens that are not worth a chunk of their own.
 const LEFT_OVER: usize = PAGE / 2;
@@ -55,8 +58,19 @@ struct Flight {
     group: u32,
     /// The latest contents of pages before it.
     known: u64,
-    parts: Vec<(Choice, bool)>,
+    parts: Vec<Sent>,
     decodes: bool,
+    /// Tokens of it that only restore what was lost.
+    restores: usize,
+}
+
+/// A part of a micro-batch that was sent.
+#[derive(Debug)]
+struct Sent {
+    choice: Choice,
+    draws: bool,
+    /// Position of its first token.
+    start: usize,
 }
 
 /// The scheduler.
@@ -73,6 +87,7 @@ pub struct Scheduler {
     ready: VecDeque<Choice>,
     in_flight: VecDeque<Flight>,
     released: Vec<u64>,
+    recovery: Recovery,
     requests: u64,
     names: u64,
     running: usize,
@@ -106,6 +121,7 @@ impl Scheduler {
             ready: VecDeque::new(),
             in_flight: VecDeque::new(),
             released: Vec::new(),
+            recovery: Recovery::default(),
             requests: 0,
             names: 0,
             running: 0,
@@ -238,6 +254,9 @@ impl Scheduler {
     /// The next micro-batch, if there is one to send.
     pub fn next(&mut self, now: Nanos) -> Next {
         self.now = now;
+        if self.is_restoring() {
+            return self.next_restoring();
+        }
         let short_of_pages = self.admit();
         let known = self.pages.latest();
         let mut batch = Batch { group: self.free_group(), ..Batch::default() };
@@ -258,11 +277,13 @@ impl Scheduler {
             return if idle { Next::Idle } else { Next::Wait { for_pages: short_of_pages } };
         }
         batch.released = std::mem::take(&mut self.released);
+        let sent = |part: &Part| Sent { choice: part.choice, draws: part.draws, start: part.start };
         self.in_flight.push_back(Flight {
             group: batch.group,
             known,
-            parts: batch.parts.iter().map(|part| (part.choice, part.draws)).collect(),
+            parts: batch.parts.iter().map(sent).collect(),
             decodes: batch.decode_tokens > 0,
+            restores: 0,
         });
         Next::Send(batch)
     }
@@ -450,7 +471,8 @@ impl Scheduler {
     pub fn answered(&mut self) -> Vec<Option<Choice>> {
         let flight = self.in_flight.pop_front().expect("a micro-batch is in flight");
         let mut drawn = Vec::new();
-        for (choice, draws) in flight.parts {
+        self.restored(flight.restores);
+        for Sent { choice, draws, .. } in flight.parts {
             let sequence = self.sequences.get_mut(&choice);
             if let Some(sequence) = sequence {
                 sequence.in_flight -= 1;

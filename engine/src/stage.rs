@@ -8,6 +8,7 @@ use pp_shaders::{Edit, PAGE};
 use serde::{Deserialize, Serialize};
 
 use crate::backend::{Backend, DeviceError, Done, OpTime, ProgramId, Run, Ticket};
+use crate::boundary::BoundaryLog;
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::supplied::Origins;
 use crate::layout::StageLayout;
@@ -43,7 +44,10 @@ pub struct Pending {
 enum Wanted {
     /// There was nothing to compute.
     Nothing,
-    Hidden,
+    /// Activations; where they are kept: the page and position of each row.
+    Hidden(Vec<(u32, usize)>),
+    /// Rows that were kept.
+    Kept(Vec<f32>),
     Outputs(Vec<OutputRequest>),
 }
 
@@ -66,6 +70,8 @@ pub enum StepError {
     Device(#[from] DeviceError),
     #[error("sequence {sequence} has no page for position {position}")]
     NoPage { sequence: u64, position: u32 },
+    #[error("the log of what it handed on has no row of sequence {sequence} for position {position}")]
+    NotKept { sequence: u64, position: usize },
     #[error("{sequences} sequences hold pages, {limit} may")]
     Sequences { sequences: usize, limit: usize },
     #[error("the logits of output {output} are not finite: the model's weights or the device's results are broken")]
@@ -83,6 +89,8 @@ pub struct Stage {
     heads: HashMap<(Bucket, bool), ProgramId>,
     inv_freq: Vec<f32>,
     tables: HashMap<u64, Vec<u32>>,
+    /// What it has handed on.
+    log: Option<BoundaryLog>,
 }
 
 impl Stage {
@@ -109,6 +117,7 @@ impl Stage {
             heads: HashMap::new(),
             inv_freq,
             tables: HashMap::new(),
+            log: None,
         };
         for bucket in [Bucket::of(1, 1), Bucket::of(1, 2), Bucket::Many] {
             stage.body(bucket)?;
@@ -148,6 +157,22 @@ impl Stage {
     /// Forgets every sequence: the head has given up what was under way, and begins anew.
     pub fn forget_sequences(&mut self) {
         self.tables.clear();
+    }
+
+    /// Keeps what it hands on from now on, in at most so many bytes; no more where they are none. The last stage keeps
+    /// nothing. What is kept stays where the bound stays.
+    pub fn keep_boundary(&mut self, bytes: u64) {
+        let is_wanted = bytes > 0 && self.layout.head.is_none();
+        if !is_wanted {
+            self.log = None;
+        } else if self.log.as_ref().is_none_or(|log| log.bytes_max() != bytes) {
+            self.log = Some(BoundaryLog::new(self.layout.dims.hidden, bytes));
+        }
+    }
+
+    /// What it has kept of what it handed on: pages, with a bit for each row.
+    pub fn kept_boundary(&self) -> Vec<(u32, u32)> {
+        self.log.as_ref().map_or(Vec::new(), BoundaryLog::pages)
     }
 
     /// Bounds of the messages that it takes.
@@ -233,6 +258,10 @@ impl Stage {
         for sequence in &step.released {
             self.tables.remove(sequence);
         }
+        let index = self.layout.spec.index;
+        if step.from.is_some_and(|from| from as usize > index) {
+            return Ok(Pending { ticket: None, wanted: Wanted::Nothing });
+        }
         for span in &step.spans {
             self.tables.entry(span.sequence).or_default().extend(&span.new_pages);
         }
@@ -240,7 +269,29 @@ impl Stage {
         if sequences > limit {
             return Err(StepError::Sequences { sequences, limit });
         }
+        if step.from == Some(index as u32) {
+            return Ok(Pending { ticket: None, wanted: Wanted::Kept(self.kept(step)?) });
+        }
         self.submit(step, hidden)
+    }
+
+    /// The rows of a step that were handed on before.
+    fn kept(&self, step: &Step) -> Result<Vec<f32>, StepError> {
+        let mut rows = Vec::with_capacity(step.tokens() * self.layout.dims.hidden);
+        for (span, (page, position)) in self.places(step) {
+            let row = self.log.as_ref().and_then(|log| log.read(page?, position));
+            rows.extend(row.ok_or(StepError::NotKept { sequence: span.sequence, position })?);
+        }
+        Ok(rows)
+    }
+
+    /// The page of each token of a step, if it has one, and its position.
+    fn places<'a>(&'a self, step: &'a Step) -> impl Iterator<Item = (&'a Span, (Option<u32>, usize))> {
+        step.spans.iter().flat_map(move |span| {
+            let table = self.tables.get(&span.sequence).map_or(&[][..], Vec::as_slice);
+            let positions = span.start as usize..span.start as usize + span.count as usize;
+            positions.map(move |position| (span, (table.get(position / PAGE).copied(), position)))
+        })
     }
 
     /// Computes a known token in a page that no sequence has, and nothing else meanwhile. What comes of it are the same
@@ -261,7 +312,7 @@ impl Stage {
             whole_row: false,
             edits: Vec::new(),
         };
-        let step = Step { released: Vec::new(), spans: vec![span], ids: vec![0], outputs: vec![output] };
+        let step = Step { spans: vec![span], ids: vec![0], outputs: vec![output], ..Step::default() };
         let mut random = Random::new(CANARY);
         let hidden = if self.layout.spec.is_first() { 0 } else { self.layout.dims.hidden };
         let hidden: Vec<f32> = (0..hidden).map(|_| 2.0 * random.unit() as f32 - 1.0).collect();
@@ -273,7 +324,7 @@ impl Stage {
 
     fn submit(&mut self, step: &Step, hidden: &[f32]) -> Result<Pending, StepError> {
         let is_last = self.layout.head.is_some();
-        let wanted = if is_last { Wanted::Outputs(step.outputs.clone()) } else { Wanted::Hidden };
+        let wanted = if is_last { Wanted::Outputs(step.outputs.clone()) } else { Wanted::Hidden(self.to_keep(step)) };
         let inputs = self.inputs(step)?;
         if inputs.shape.tokens == 0 {
             // One that is wholly empty is a probe: it asks whether the device still answers.
@@ -320,6 +371,13 @@ impl Stage {
         Ok(Pending { ticket: Some(ticket), wanted })
     }
 
+    /// Where what it hands on of a step is kept.
+    fn to_keep(&self, step: &Step) -> Vec<(u32, usize)> {
+        let is_kept = self.log.is_some() && step.spans.iter().all(|span| span.sequence != CANARY);
+        let places = self.places(step).filter(|_| is_kept);
+        places.filter_map(|(_, (page, position))| Some((page?, position))).collect()
+    }
+
     /// Reads a few bytes back behind all that the device does: it comes to an end where the device does.
     fn touch(&mut self) -> Result<Ticket, StepError> {
         let run = Run { programs: &[], writes: &[], reads: &[(self.work.tokens, 4)], next: &[] };
@@ -342,7 +400,15 @@ impl Stage {
         let output = match pending.wanted {
             Wanted::Nothing if self.layout.head.is_some() => StageOutput::Outputs(Outputs::default()),
             Wanted::Nothing => StageOutput::Hidden(Vec::new()),
-            Wanted::Hidden => StageOutput::Hidden(floats(&done.reads[0])),
+            Wanted::Hidden(places) => {
+                let hidden = floats(&done.reads[0]);
+                if let Some(log) = &mut self.log {
+                    let rows = hidden.chunks_exact(self.layout.dims.hidden);
+                    places.iter().zip(rows).for_each(|((page, position), row)| log.write(*page, *position, row));
+                }
+                StageOutput::Hidden(hidden)
+            }
+            Wanted::Kept(hidden) => StageOutput::Hidden(hidden),
             Wanted::Outputs(requests) => StageOutput::Outputs(self.outputs(&requests, &done.reads)?),
         };
         Ok(Finished { output, started: done.started, finished: done.finished })

@@ -81,6 +81,8 @@ pub enum HeadState {
     KvWait,
     /// Nothing was asked for.
     Idle,
+    /// A stage was lost, and no pipeline was there.
+    Outage,
 }
 
 /// A [`HeadState`] and how long it lasted.
@@ -186,12 +188,13 @@ impl<T> Default for Ring<T> {
     }
 }
 
-/// Device, layers, and what happened there.
-type StageRing = (String, (usize, usize), Mutex<StageSpans>);
+/// Layers, and what happened there.
+type StageRing = ((usize, usize), Mutex<StageSpans>);
 
 /// What happened on a stage.
 #[derive(Debug, Default)]
 struct StageSpans {
+    device: String,
     /// The clock of the device.
     timestamps: Timestamps,
     ring: Ring<StageSpan>,
@@ -218,13 +221,37 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Recorder {
     /// A recorder for stages of (device, layers); its clock begins now.
     pub fn new(stages: impl IntoIterator<Item = (String, (usize, usize))>) -> Arc<Recorder> {
-        Arc::new(Recorder {
-            origin: Instant::now(),
-            stages: stages.into_iter().map(|(device, layers)| (device, layers, Mutex::default())).collect(),
+        Arc::new(Recorder::begun(Instant::now(), stages))
+    }
+
+    fn begun(origin: Instant, stages: impl IntoIterator<Item = (String, (usize, usize))>) -> Recorder {
+        let ring = |device| Mutex::new(StageSpans { device, ..StageSpans::default() });
+        Recorder {
+            origin,
+            stages: stages.into_iter().map(|(device, layers)| (layers, ring(device))).collect(),
             head: Mutex::default(),
             states: Mutex::default(),
             shares: OnceLock::new(),
-        })
+        }
+    }
+
+    /// The recorder of a pipeline in the place of another one: the same where the stages have the same layers, else a new
+    /// one with the same clock.
+    pub fn after(
+        before: &Arc<Recorder>,
+        stages: impl IntoIterator<Item = (String, (usize, usize))>,
+        shares: &[Share],
+    ) -> Arc<Recorder> {
+        let stages: Vec<_> = stages.into_iter().collect();
+        let layers = |stage: &(String, (usize, usize))| stage.1;
+        if before.shares() != shares || !stages.iter().map(layers).eq(before.stages.iter().map(|stage| stage.0)) {
+            return Arc::new(Recorder::begun(before.origin, stages));
+        }
+        for ((device, _), (_, ring)) in stages.into_iter().zip(&before.stages) {
+            let mut ring = locked(ring);
+            (ring.device, ring.is_open) = (device, false);
+        }
+        before.clone()
     }
 
     /// The pipeline's clock.
@@ -258,12 +285,12 @@ impl Recorder {
 
     /// Which clock a stage's device is timed by; the host's unless told otherwise.
     pub fn timed_by(&self, stage: usize, timestamps: Timestamps) {
-        locked(&self.stages[stage].2).timestamps = timestamps;
+        locked(&self.stages[stage].1).timestamps = timestamps;
     }
 
     /// A stage is about to hand a micro-batch on; [`Recorder::handed_on`] follows.
     pub fn stage(&self, stage: usize, span: StageSpan) {
-        let mut spans = locked(&self.stages[stage].2);
+        let mut spans = locked(&self.stages[stage].1);
         spans.ring.push(span);
         spans.is_open = true;
         spans.untaken = (spans.untaken + 1).min(RING);
@@ -272,12 +299,12 @@ impl Recorder {
     /// A stage elsewhere has handed a micro-batch on.
     pub fn stage_done(&self, stage: usize, span: StageSpan) {
         self.stage(stage, span);
-        locked(&self.stages[stage].2).is_open = false;
+        locked(&self.stages[stage].1).is_open = false;
     }
 
     /// What a stage has handed on since the last call, for a recorder elsewhere.
     pub fn take(&self, stage: usize) -> Vec<StageSpan> {
-        let mut spans = locked(&self.stages[stage].2);
+        let mut spans = locked(&self.stages[stage].1);
         let (left, len) = (usize::from(spans.is_open), spans.ring.items.len());
         let taken = len - spans.untaken.min(len)..len - left;
         spans.untaken = left;
@@ -287,7 +314,7 @@ impl Recorder {
     /// The hop has taken a stage's latest micro-batch, if it is that of `step`.
     pub fn handed_on(&self, stage: usize, step: u64) {
         let now = self.now();
-        let mut spans = locked(&self.stages[stage].2);
+        let mut spans = locked(&self.stages[stage].1);
         spans.is_open = false;
         if let Some(span) = spans.ring.items.back_mut().filter(|span| span.step == step) {
             span.sent = now;
@@ -312,7 +339,7 @@ impl Recorder {
         let shares = self.shares();
         let mut spans = Vec::new();
         let mut lines = Vec::new();
-        for (_, _, ring) in &self.stages {
+        for (_, ring) in &self.stages {
             let ring = &locked(ring).ring.items;
             let behind = ring.iter().rev().position(|span| span.step == step)?;
             let at = ring.len() - 1 - behind;
@@ -335,14 +362,14 @@ impl Recorder {
 
     /// Whether every stage has told of a step.
     pub fn knows(&self, step: u64) -> bool {
-        self.stages.iter().all(|(_, _, ring)| locked(ring).ring.items.iter().rev().any(|span| span.step == step))
+        self.stages.iter().all(|(_, ring)| locked(ring).ring.items.iter().rev().any(|span| span.step == step))
     }
 
     /// Whether every stage has told of the latest step that the head has drawn from.
     pub fn is_settled(&self) -> bool {
         let latest = locked(&self.head).items.iter().rev().find(|span| span.sampled > 0).map(|span| span.step);
         let has = |step| {
-            self.stages.iter().all(|(_, _, spans)| {
+            self.stages.iter().all(|(_, spans)| {
                 let spans = locked(spans);
                 spans.ring.items.back().is_some_and(|span| span.step >= step)
             })
@@ -369,6 +396,20 @@ impl Recorder {
         }
     }
 
+    /// A stage was lost: since `from` nothing came, whatever was said of that time, and there was no pipeline until `to`.
+    pub fn outage(&self, from: Nanos, to: Nanos) {
+        {
+            let mut states = locked(&self.states);
+            while states.items.back().is_some_and(|last| last.from >= from) {
+                states.items.pop_back();
+            }
+            if let Some(last) = states.items.back_mut() {
+                last.to = last.to.min(from);
+            }
+        }
+        self.state(HeadState::Outage, from, to);
+    }
+
     /// What is remembered now.
     pub fn snapshot(&self) -> Trace {
         self.since(0)
@@ -377,8 +418,8 @@ impl Recorder {
     /// What is remembered now of what was not over at `from`.
     pub fn since(&self, from: Nanos) -> Trace {
         let mut dropped = 0;
-        let stages = self.stages.iter().map(|(device, layers, ring)| {
-            let StageSpans { timestamps, ring, .. } = &*locked(ring);
+        let stages = self.stages.iter().map(|(layers, ring)| {
+            let StageSpans { device, timestamps, ring, .. } = &*locked(ring);
             dropped += ring.dropped;
             let (device, spans) = (device.clone(), ring.latest(|span| span.sent >= from));
             StageTrace { device, layers: *layers, timestamps: *timestamps, spans }

@@ -88,6 +88,13 @@ pub enum WorkerError {
     Panic(String),
 }
 
+impl WorkerError {
+    /// Whether it says nothing of the stage itself.
+    pub fn is_elsewhere(&self) -> bool {
+        matches!(self, WorkerError::Neighbour | WorkerError::Edge { .. })
+    }
+}
+
 /// Runs `stage` between two ports until upstream closes or `stop` is set. While a micro-batch is on the device the
 /// next one is taken and begun, when it has come and the device is one that has use for it
 /// ([`crate::backend::Backend::runs_at_once`]). Each is recorded as that of the stage's index.
@@ -99,7 +106,7 @@ pub enum WorkerError {
 /// result of a step that became old while it ran. With the first frame of a newer epoch all sequences are forgotten.
 ///
 /// # Errors
-/// [`WorkerError`]; the stage is not used again.
+/// [`WorkerError`]; after one of those that [`WorkerError::is_elsewhere`] names the stage is as good as before.
 pub fn run(
     stage: &mut Stage,
     upstream: &mut dyn Port,
@@ -114,33 +121,10 @@ pub fn run(
     recorder.timed_by(stage.layout().spec.index, stage.backend().timestamps());
     let canary = guarded(|| stage.canary())?;
     let mut worker = Worker { stage, limits, epoch, current, counters, recorder, begun: VecDeque::new() };
-    let (mut closed, mut next_canary) = (false, CANARY_STEPS);
-    while !stop.load(Ordering::Relaxed) {
-        let steps = counters.steps.load(Ordering::Relaxed);
-        if steps >= next_canary && worker.begun.is_empty() {
-            next_canary = steps + CANARY_STEPS;
-            if guarded(|| worker.stage.canary())? != canary {
-                return Err(WorkerError::Canary { steps });
-            }
-        }
-        while worker.begun.len() < at_once && (steps < next_canary || worker.begun.is_empty()) {
-            let patience = if worker.begun.is_empty() { IDLE } else { Duration::ZERO };
-            match upstream.receive(patience) {
-                Ok(arrival) => worker.begin(arrival)?,
-                Err(PortError::Timeout { .. }) => break,
-                Err(_) => {
-                    closed = true;
-                    break;
-                }
-            }
-        }
-        match worker.begun.pop_front() {
-            Some(oldest) => worker.finish(oldest, downstream)?,
-            None if closed => break,
-            None => {}
-        }
-    }
-    Ok(())
+    let ended = worker.work(upstream, downstream, at_once, &canary, stop);
+    // Another pipeline may go on with the stage.
+    let settled = worker.begun.drain(..).try_for_each(|begun| guarded(|| worker.stage.finish(begun.pending)).map(drop));
+    ended.and(settled)
 }
 
 struct Worker<'a> {
@@ -165,6 +149,43 @@ struct Begun {
 }
 
 impl Worker<'_> {
+    fn work(
+        &mut self,
+        upstream: &mut dyn Port,
+        downstream: &mut dyn Port,
+        at_once: usize,
+        canary: &StageOutput,
+        stop: &AtomicBool,
+    ) -> Result<(), WorkerError> {
+        let (mut closed, mut next_canary) = (false, CANARY_STEPS);
+        while !stop.load(Ordering::Relaxed) {
+            let steps = self.counters.steps.load(Ordering::Relaxed);
+            if steps >= next_canary && self.begun.is_empty() {
+                next_canary = steps + CANARY_STEPS;
+                if guarded(|| self.stage.canary())? != *canary {
+                    return Err(WorkerError::Canary { steps });
+                }
+            }
+            while self.begun.len() < at_once && (steps < next_canary || self.begun.is_empty()) {
+                let patience = if self.begun.is_empty() { IDLE } else { Duration::ZERO };
+                match upstream.receive(patience) {
+                    Ok(arrival) => self.begin(arrival)?,
+                    Err(PortError::Timeout { .. }) => break,
+                    Err(_) => {
+                        closed = true;
+                        break;
+                    }
+                }
+            }
+            match self.begun.pop_front() {
+                Some(oldest) => self.finish(oldest, downstream)?,
+                None if closed => break,
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
     fn begin(&mut self, arrival: Arrival) -> Result<(), WorkerError> {
         let (taken, header) = (Instant::now(), arrival.frame.header);
         let spec = &self.stage.layout().spec;
@@ -173,6 +194,10 @@ impl Worker<'_> {
             return Ok(());
         }
         let (step, hidden) = message::decode_step(&arrival.frame.payload, &self.limits, spec.is_first())?;
+        let (found, expected) = (hidden.len(), step.tokens() * self.limits.hidden);
+        if found != expected && !spec.is_first() && step.is_computed_by(spec.index) {
+            return Err(MessageError::Count { what: "activations".into(), found, expected }.into());
+        }
         if header.epoch > self.current {
             self.stage.forget_sequences();
             self.current = header.epoch;
@@ -189,12 +214,18 @@ impl Worker<'_> {
     fn finish(&mut self, begun: Begun, downstream: &mut dyn Port) -> Result<(), WorkerError> {
         let Begun { header, step, pending, arrived, taken } = begun;
         let Finished { output, started, finished } = guarded(|| self.stage.finish(pending))?;
-        let (tokens, sequences) = (step.tokens(), step.spans.len());
         let index = self.stage.layout().spec.index;
+        let tokens = if step.is_computed_by(index) { step.tokens() } else { 0 };
+        let sequences = step.spans.len();
+        // Also where it has nothing to do with it: whoever looks knows that it was not on the way.
+        let restores = step.until.is_some();
         tracing::debug!(stage = index, step = header.step, requests = ?step.requests(), tokens, "done");
         let payload = match output {
             StageOutput::Hidden(hidden) => {
-                message::encode_step(&Step { ids: Vec::new(), ..step }, &hidden, &self.limits)
+                let next = step.behind(index);
+                // Where the next stage has nothing to compute it needs nothing to compute with.
+                let hidden = if next.spans.is_empty() { &[][..] } else { &hidden };
+                message::encode_step(&next, hidden, &self.limits)
             }
             StageOutput::Outputs(outputs) => message::encode_outputs(&outputs),
         };
@@ -204,7 +235,7 @@ impl Worker<'_> {
         self.counters.sent_bytes.fetch_add((HEADER_BYTES + payload.len()) as u64, Ordering::Relaxed);
         let send_started = Instant::now();
         // Recorded before it is sent: whoever gets it may look.
-        if tokens > 0 {
+        if tokens > 0 || restores {
             let at = |instant| self.recorder.at(instant);
             let span = StageSpan {
                 step: header.step,

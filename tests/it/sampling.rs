@@ -62,7 +62,8 @@ fn answer(stage: &mut Stage, sampling: &Sampling, edits_max: Option<usize>) -> (
         let mut ask = |first: usize, request: OutputRequest| {
             let released = if first == 0 { vec![0] } else { vec![] };
             let spans = vec![span(0, first, ids.len() - first)];
-            let step = Step { released, spans, ids: ids[first..].to_vec(), outputs: vec![request] };
+            let step =
+                Step { released, spans, ids: ids[first..].to_vec(), outputs: vec![request], until: None, from: None };
             outputs(stage, &step).remove(0)
         };
         let row = count as u32 - 1;
@@ -233,6 +234,8 @@ fn raw_results_do_not_depend_on_edits_nor_on_temperature() {
             spans: (0..3).map(|sequence| span(sequence, 0, PROMPT.len())).collect(),
             ids: PROMPT.repeat(3),
             outputs,
+            until: None,
+            from: None,
         };
         let at = |sequence: usize| sequence * PROMPT.len() + last;
         let plain = outputs(&mut stage, &step((0..3).map(|i| request(at(i), vec![], 1.0, true)).collect()));
@@ -299,6 +302,6 @@ fn a_step_takes_as_many_edits_as_its_limit_says() {
     let new_pages = (0..options.pages_per_sequence() as u32).collect();
     let spans = vec![Span { request: 0, sequence: 0, start: 0, count: rows, new_pages }];
     let ids = (0..rows).map(|i| i * 5 % 384).collect();
-    let found = outputs(&mut stage, &Step { released: vec![], spans, ids, outputs: (0..rows).map(request).collect() });
+    let found = outputs(&mut stage, &Step { spans, ids, outputs: (0..rows).map(request).collect(), ..Step::default() });
     assert!((0..rows).zip(&found).all(|(row, output)| (output.best[0].id + row) % 50 == 49));
 }

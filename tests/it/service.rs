@@ -46,6 +46,11 @@ fn service() -> Service {
 
 /// Two stages that only take time; the second one stops while `hold` is set.
 fn held(hold: &Arc<AtomicBool>, between: &PipelineOptions) -> Head {
+    let pipeline = held_pipeline(hold, between);
+    Head::new(pipeline, tokenizer(&checkpoint("tiny/llama-33")), HeadOptions::default())
+}
+
+fn held_pipeline(hold: &Arc<AtomicBool>, between: &PipelineOptions) -> Pipeline {
     let checkpoint = checkpoint("tiny/llama-33");
     let (alpha, beta) = (Duration::from_millis(3), Duration::ZERO);
     let pace = Pace { alpha, beta, ..Pace::default() };
@@ -53,9 +58,7 @@ fn held(hold: &Arc<AtomicBool>, between: &PipelineOptions) -> Head {
         [Device::paced(alpha, beta, Profile::CARD), Device::Paced { pace, profile: Profile::CARD, hold: hold.clone() }];
     let specs = StageSpec::pipeline(&[17, 16]);
     let go_on = AtomicBool::new(false);
-    let pipeline =
-        Pipeline::open_with(&checkpoint, &specs, options(), between, &devices, &mut |_, _| {}, &go_on).unwrap();
-    Head::new(pipeline, tokenizer(&checkpoint), HeadOptions::default())
+    Pipeline::open_with(&checkpoint, &specs, options(), between, &devices, &mut |_, _| {}, &go_on).unwrap()
 }
 
 /// The answers of a request, or why there are none.
@@ -66,7 +69,7 @@ fn answers(notices: Notices) -> Result<Vec<Answer>, ServiceError> {
             Notice::Event(Event::Done { answer, .. }) => answers.push(answer),
             Notice::Refused(error) => return Err(error),
             Notice::Failed(failure) => return Err(failure.into()),
-            Notice::Taken(_) | Notice::Event(_) => {}
+            Notice::Taken(_) | Notice::Event(_) | Notice::Paused(_) | Notice::Resumed(_) => {}
         }
     }
     Ok(answers)
@@ -232,9 +235,12 @@ fn a_pipeline_that_fails_is_told_and_replaced() {
     let opened = Arc::new(AtomicUsize::new(0));
     let count = opened.clone();
     // The first attempt fails.
-    let reopen: Reopen = Arc::new(move || match count.fetch_add(1, Ordering::Relaxed) {
+    let reopen: Reopen = Box::new(move |_, past| match count.fetch_add(1, Ordering::Relaxed) {
         0 => Err("the worker is busy".to_owned()),
-        _ => Ok(held(&Arc::new(AtomicBool::new(false)), &PipelineOptions::default())),
+        _ => {
+            let between = PipelineOptions { past: Some(past.clone()), ..PipelineOptions::default() };
+            Ok((held_pipeline(&Arc::new(AtomicBool::new(false)), &between), "anew".to_owned()))
+        }
     });
     let service = Service::start(held(&hold, &PipelineOptions::default()), Some(reopen)).unwrap();
     // Enough for the costs to be known.

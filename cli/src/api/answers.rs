@@ -30,6 +30,8 @@ pub enum Happening {
     Text(usize, String),
     /// It is complete.
     Done(usize, Answer),
+    /// It waits for another pipeline, or goes on with one: what there is to say of it.
+    Paused(String),
     /// Nothing more comes.
     Failed(ApiError),
 }
@@ -159,6 +161,8 @@ impl Asked {
                     let error = pp_engine::head::service::ServiceError::from(failure);
                     Some(Happening::Failed(error.into()))
                 }
+                Some((_, Notice::Paused(failure))) => Some(Happening::Paused(failure.to_string())),
+                Some((_, Notice::Resumed(text))) => Some(Happening::Paused(text)),
                 Some((_, Notice::Taken(_) | Notice::Refused(_))) => None,
                 None => {
                     self.end(Outcome::Cancelled);
@@ -205,7 +209,7 @@ impl Asked {
             match happening {
                 Happening::Done(index, answer) => answers[index] = Some(answer),
                 Happening::Failed(error) => return Err(error),
-                Happening::Token(..) | Happening::Text(..) => {}
+                Happening::Token(..) | Happening::Text(..) | Happening::Paused(_) => {}
             }
         }
         Ok(answers.into_iter().flatten().collect())

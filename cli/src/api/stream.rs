@@ -35,6 +35,13 @@ pub struct Options {
     pub include_usage: bool,
 }
 
+/// What goes to the client.
+enum Said {
+    Data(String),
+    /// Clients pass over it; people who look see why nothing comes.
+    Comment(String),
+}
+
 struct Stream<C> {
     asked: Asked,
     chunks: C,
@@ -63,17 +70,20 @@ pub fn respond<C: Chunks>(asked: Asked, chunks: C, options: &Options, waiting: i
         is_over: false,
     };
     let events = futures_util::stream::unfold(stream, |mut stream| async move {
-        let data = stream.next().await?;
-        Some((Ok::<_, Infallible>(Event::default().data(data)), stream))
+        let event = match stream.next().await? {
+            Said::Data(data) => Event::default().data(data),
+            Said::Comment(text) => Event::default().comment(text.replace(['\r', '\n'], " ")),
+        };
+        Some((Ok::<_, Infallible>(event), stream))
     });
     Sse::new(events).keep_alive(KeepAlive::new().interval(SIGN_OF_LIFE)).into_response()
 }
 
 impl<C: Chunks> Stream<C> {
-    async fn next(&mut self) -> Option<String> {
+    async fn next(&mut self) -> Option<Said> {
         loop {
             if let Some(data) = self.ready.pop_front() {
-                return Some(data);
+                return Some(Said::Data(data));
             }
             if self.is_over {
                 return None;
@@ -92,6 +102,7 @@ impl<C: Chunks> Stream<C> {
                     self.usage.add(&answer, index % self.choices == 0);
                     self.ready.extend(self.chunks.end(index, &answer));
                 }
+                Some(Happening::Paused(text)) => return Some(Said::Comment(text)),
                 Some(Happening::Failed(error)) => self.failed(&error),
                 None => self.end(),
             }

@@ -19,6 +19,8 @@ use crate::{cancel, errors};
 
 /// How long a worker may take to answer a dialler.
 pub const DIAL: Duration = Duration::from_secs(3);
+/// The same for one that was lost and is looked for again and again.
+const REDIAL: Duration = Duration::from_secs(1);
 /// What passes sooner is not worth a word: a head that has just ended has its workers for a moment more.
 const SILENT: Duration = Duration::from_millis(1500);
 /// Between two tries.
@@ -26,6 +28,10 @@ const AGAIN: Duration = Duration::from_millis(200);
 
 /// Workers that are connected.
 pub struct Cluster {
+    here: Here,
+    node: Arc<Node>,
+    /// Those that it was gathered for, and those that took the places of some.
+    names: Vec<Name>,
     workers: Vec<Arc<Worker>>,
 }
 
@@ -46,6 +52,7 @@ impl Cluster {
         let greeting = here.greeting();
         let call = Call { node: &node, greeting: &greeting, purpose, until: Instant::now() + wait, wait };
         let mut workers = Vec::new();
+        let names: Vec<Name> = names.into_iter().cloned().collect();
         for (at, member) in members.iter().enumerate() {
             match call.reach(member, out)? {
                 Ok(worker) => workers.push(Arc::new(worker)),
@@ -62,7 +69,86 @@ impl Cluster {
                 ));
             }
         }
-        Ok(Cluster { workers })
+        Ok(Cluster { here, node, names, workers })
+    }
+
+    /// Those that are wanted and have gone.
+    pub fn lost(&mut self) -> Vec<Name> {
+        self.workers.retain(|worker| !worker.is_gone());
+        let has = |name: &Name| self.workers.iter().any(|worker| worker.name() == name.as_str());
+        self.names.iter().filter(|name| !has(name)).cloned().collect()
+    }
+
+    /// Those that are being drained.
+    pub fn leaving(&self) -> Vec<Name> {
+        self.workers
+            .iter()
+            .filter(|worker| worker.is_draining())
+            .filter_map(|worker| worker.name().parse().ok())
+            .collect()
+    }
+
+    /// Lets go of a worker that does not do what it should.
+    pub fn lose(&mut self, name: &Name) {
+        self.workers.retain(|worker| worker.name() != name.as_str());
+    }
+
+    /// Gets hold of these again; all or none.
+    ///
+    /// # Errors
+    /// Why the first of them is not to be had now.
+    pub fn regain(&mut self, names: &[Name]) -> Result<()> {
+        let found = names.iter().map(|name| self.lease(name)).collect::<Result<Vec<_>>>()?;
+        self.workers.extend(found);
+        Ok(())
+    }
+
+    /// So many other workers of the cluster that nobody has, or as many as there are; they are ours from then on.
+    pub fn others(&mut self, count: usize) -> Vec<Arc<Worker>> {
+        let others: Vec<Name> = self.here.workers().map(|member| member.name.clone()).collect();
+        let others: Vec<Name> = others.into_iter().filter(|name| !self.names.contains(name)).collect();
+        let found: Vec<_> = others.iter().filter_map(|name| self.lease(name).ok()).take(count).collect();
+        if found.len() == count {
+            self.names.extend(found.iter().filter_map(|worker| worker.name().parse().ok()));
+            self.workers.extend(found.iter().cloned());
+        }
+        found
+    }
+
+    /// These are not waited for any more.
+    pub fn forget(&mut self, names: &[Name]) {
+        self.names.retain(|name| !names.contains(name));
+        self.workers.retain(|worker| !names.iter().any(|name| name.as_str() == worker.name()));
+    }
+
+    /// Nobody but these is waited for any more.
+    pub fn keep_only(&mut self, used: &[String]) {
+        self.names.retain(|name| used.iter().any(|used| used == name.as_str()));
+        self.workers.retain(|worker| used.iter().any(|used| used == worker.name()));
+    }
+
+    fn lease(&self, name: &Name) -> Result<Arc<Worker>> {
+        let member = self.here.worker(name)?;
+        let greeting = self.here.greeting();
+        let worker = Worker::connect(&self.node, member, &greeting, Purpose::Lease, REDIAL).map_err(lease_error)?;
+        self.here.freshen(&worker)?;
+        Ok(Arc::new(worker))
+    }
+
+    /// The same devices, at the workers as they are connected now.
+    ///
+    /// # Errors
+    /// When a worker has come back without one of them.
+    pub fn renewed(&self, devices: &[Device]) -> Result<Vec<Device>> {
+        let renew = |device: &Device| match device {
+            Device::Remote(remote) => {
+                let worker = self.workers.iter().find(|worker| worker.name() == remote.worker().name());
+                let worker = worker.expect("every worker was regained");
+                Ok(Device::Remote(RemoteDevice::of(worker, Some(&remote.info().id)).map_err(lease_error)?))
+            }
+            device => Ok(device.clone()),
+        };
+        devices.iter().map(renew).collect()
     }
 
     /// The device of a place that is a worker's.

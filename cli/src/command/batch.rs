@@ -22,8 +22,9 @@ use crate::errors::{Exit, usage};
 use crate::output::live::Live;
 use crate::output::progress::Steps;
 use crate::output::{Out, Report};
-use crate::plan::{self, Plan, Wanted};
+use crate::plan::{self, Wanted};
 use crate::prompts::{Form, Prompts};
+use crate::recovery::{Recovered, Recovery};
 use crate::report::{StageRow, TokenRow, stage_table};
 use crate::requests::tools::{self, ToolCall, ToolUse};
 use crate::requests::{self, Defaults, RequestLine};
@@ -67,11 +68,9 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
     }
     let plan = plan::make(checkpoint.clone(), &args.pipeline, wanted, &out)?;
     let file = done.open(&args.out)?;
-    let load = |plan: &Plan| super::load(plan, super::head_options(&args.pipeline), prompts.tokenizer().clone(), &out);
-    let (head, load_seconds) = load(&plan)?;
-    // The workers are free before they are asked for again.
-    drop(plan);
-    let again = || Ok(load(&plan::make(checkpoint.clone(), &args.pipeline, wanted, &out)?)?.0);
+    let options = super::head_options(&args.pipeline);
+    let (mut recovery, mut head, load_seconds) =
+        Recovery::load(plan, &args.pipeline, options, prompts.tokenizer().clone(), &out)?;
     let started = Instant::now();
     let live = Live::new(args.live, &out);
     let mut batch = Batch {
@@ -85,7 +84,7 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
         report: BatchReport { lines: total, ..BatchReport::default() },
         running: HashMap::new(),
     };
-    let (head, cancelled) = batch.answer(lines, head, &again, &out)?;
+    let cancelled = batch.answer(lines, &mut head, &mut recovery)?;
     batch.bar.finish();
     drop(batch.live);
     let seconds = started.elapsed().as_secs_f64();
@@ -98,6 +97,7 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
         out: args.out.display().to_string(),
         left: total - batch.answered,
         stages: report::stages(head.pipeline()),
+        recoveries: recovery.happened().to_vec(),
         tokens_per_s: batch.report.tokens as f64 / seconds.max(1e-9),
         ..batch.report
     })?;
@@ -217,37 +217,39 @@ struct Pending {
 }
 
 impl Batch<'_> {
-    /// Answers lines until there are no more, or the user wants it to end: true then. When a worker fails, what it was at
-    /// is asked again of a pipeline that `again` gets, as long as there are answers in between.
-    fn answer(
-        &mut self,
-        lines: Vec<Line>,
-        mut head: Head,
-        again: &dyn Fn() -> Result<Head>,
-        out: &Out,
-    ) -> Result<(Head, bool)> {
+    /// Answers lines until there are no more, or the user wants it to end: true then. When a stage is lost, what it was at
+    /// goes on in another pipeline.
+    fn answer(&mut self, lines: Vec<Line>, head: &mut Head, recovery: &mut Recovery) -> Result<bool> {
         let mut lines: VecDeque<Line> = lines.into();
-        let mut failed_at = None;
         self.bar.update(self.answered, self.total);
         while !lines.is_empty() || !self.running.is_empty() {
             if cancel::flag().load(Ordering::Relaxed) {
-                return Ok((head, true));
+                return Ok(true);
             }
             while let Some(line) = lines.pop_front() {
-                if let Some(line) = self.submit(line, &mut head)? {
+                if let Some(line) = self.submit(line, head)? {
                     lines.push_front(line);
                     break;
                 }
             }
-            self.live.tick(&head);
+            self.live.tick(head);
             let mut ended = Vec::new();
-            let turn = head.turn(PATIENCE, cancel::flag(), &mut |event| {
+            let mut hear = |event| {
                 if let Event::Done { choice, answer } = event
                     && answer.finish_reason != FinishReason::Failed
                 {
                     ended.push((choice, answer));
                 }
-            });
+            };
+            let turn = head.turn(PATIENCE, cancel::flag(), &mut hear);
+            let turn = match turn {
+                Err(error) if error.is_cancelled() => return Ok(true),
+                Err(error) => recovery.recover(head, error, &mut hear),
+                Ok(_) => {
+                    recovery.tick(head);
+                    Ok(())
+                }
+            };
             for (choice, answer) in ended {
                 let Some(pending) = self.running.get_mut(&choice.request) else { continue };
                 pending.choices[choice.index as usize] = Some(answer);
@@ -256,23 +258,9 @@ impl Batch<'_> {
                     self.write_answer(pending)?;
                 }
             }
-            match turn {
-                Err(error) if error.is_cancelled() => return Ok((head, true)),
-                Err(error) if report::has_workers(head.pipeline()) && failed_at != Some(self.answered) => {
-                    failed_at = Some(self.answered);
-                    out.note(&format!("{error}; asking again for what it was at"));
-                    let mut unanswered: Vec<Pending> = self.running.drain().map(|(_, pending)| pending).collect();
-                    unanswered.sort_by_key(|pending| std::cmp::Reverse(pending.line));
-                    for Pending { line: number, id, job, .. } in unanswered {
-                        lines.push_front(Line { number, id, job: Ok(job) });
-                    }
-                    drop(head);
-                    head = again()?;
-                }
-                other => drop(other?),
-            }
+            turn?;
         }
-        Ok((head, false))
+        Ok(false)
     }
 
     /// Gives a line to the head; gives it back where the head is busy.
@@ -450,6 +438,8 @@ struct BatchReport {
     load_seconds: f64,
     tokens_per_s: f64,
     stages: Vec<StageRow>,
+    /// Stages that were lost, and what took their places.
+    recoveries: Vec<Recovered>,
 }
 
 impl Report for BatchReport {

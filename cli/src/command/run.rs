@@ -19,8 +19,9 @@ use crate::errors::{Exit, usage};
 use crate::output::Out;
 use crate::output::live::Live;
 use crate::output::progress::Steps;
-use crate::plan::{self, Plan, Wanted};
+use crate::plan::{self, Wanted};
 use crate::prompts::{Form, Prompts};
+use crate::recovery::{Recovered, Recovery};
 use crate::report::{StageRow, TokenRow, stage_table};
 use crate::settings::{self, PromptSource};
 use crate::{cancel, report};
@@ -46,8 +47,8 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
     if ids.len() > context {
         return Err(HeadError::from(Refused::PromptTooLong { tokens: ids.len(), context }).into());
     }
-    let (mut head, load_seconds) =
-        super::load(&plan, super::head_options(&args.pipeline), prompts.tokenizer().clone(), &out)?;
+    let (mut recovery, mut head, load_seconds) =
+        Recovery::load(plan, &args.pipeline, super::head_options(&args.pipeline), prompts.tokenizer().clone(), &out)?;
     let request = Request {
         prompt: ids,
         choices: 1,
@@ -64,7 +65,7 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
     let mut prefill = Steps::new(&out.quiet_if(live.is_on()), "prompt", "tokens");
     let mut broken: Option<io::Error> = None;
     prefill.update(0, request.prompt.len());
-    let answer = answer(&mut head, request.clone(), &mut live, &mut |event| match event {
+    let answer = answer(&mut head, request.clone(), &mut recovery, &mut live, &mut |event| match event {
         Event::Prefill { done, total, .. } => {
             prefill.update(done, total);
             if done == total {
@@ -92,7 +93,7 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
     if let Some(path) = &args.trace {
         super::write_trace(&head.trace(), path)?;
     }
-    let result = RunReport::new(&plan, request, answer, stages, load_seconds, args.logprobs.is_some());
+    let result = RunReport::new(&recovery, request, answer, stages, load_seconds, args.logprobs.is_some());
     if out.json() {
         out.object(&result)?;
     }
@@ -104,13 +105,14 @@ pub fn run(args: &RunArgs) -> Result<ExitCode> {
 /// The answer to a request, alone in the pipe; when the user wants it to end, what there is so far.
 ///
 /// # Errors
-/// When it is refused, or the pipeline fails.
+/// When it is refused, or the pipeline fails and no other takes its place.
 pub fn answer(
     head: &mut Head,
     request: Request,
+    recovery: &mut Recovery,
     live: &mut Live,
     say: &mut dyn FnMut(Event),
-) -> Result<Answer, HeadError> {
+) -> Result<Answer> {
     let id = head.submit(request)?;
     let mut answer = None;
     loop {
@@ -128,7 +130,8 @@ pub fn answer(
         }
         match head.turn(PATIENCE, cancel::flag(), &mut hear) {
             Err(error) if error.is_cancelled() => {}
-            other => drop(other?),
+            Err(error) => recovery.recover(head, error, &mut hear)?,
+            Ok(_) => recovery.tick(head),
         }
     }
 }
@@ -206,6 +209,8 @@ struct RunReport {
     split: Vec<usize>,
     seed: u64,
     stages: Vec<StageRow>,
+    /// Stages that were lost, and what took their places.
+    recoveries: Vec<Recovered>,
     #[serde(skip_serializing_if = "Option::is_none")]
     logprobs: Option<Vec<TokenRow>>,
 }
@@ -222,13 +227,14 @@ struct Timings {
 
 impl RunReport {
     fn new(
-        plan: &Plan,
+        recovery: &Recovery,
         request: Request,
         answer: Answer,
         stages: Vec<StageRow>,
         load_seconds: f64,
         logprobs: bool,
     ) -> RunReport {
+        let plan = recovery.plan();
         let (activations, kv, wire) = super::precision(plan);
         let times = answer.timings;
         let first = (!answer.tokens.is_empty()).then_some(times.first_token_seconds);
@@ -251,6 +257,7 @@ impl RunReport {
             split: plan.counts.clone(),
             seed: request.sampling.seed,
             stages,
+            recoveries: recovery.happened().to_vec(),
             logprobs: logprobs.then(|| answer.tokens.iter().map(TokenRow::of).collect()),
             prompt_ids: request.prompt,
             text: answer.text,

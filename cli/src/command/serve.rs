@@ -24,6 +24,7 @@ use crate::errors::usage;
 use crate::output::{Out, Report};
 use crate::plan::{self, Wanted};
 use crate::prompts::Prompts;
+use crate::recovery::Recovery;
 use crate::report::StageRow;
 use crate::settings::{self, SEQUENCES};
 use crate::{cancel, report};
@@ -59,10 +60,13 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
         tokenizer: prompts.tokenizer().clone(),
         out,
     };
-    let (head, load_seconds, precision) = loader.load()?;
+    let (mut recovery, head, load_seconds) = loader.load()?;
+    let precision = super::precision(recovery.plan());
+    let reopen: Reopen =
+        Box::new(move |error, past| recovery.replace(error, past).map_err(|error| format!("{error:#}")));
     let context = head.scheduler().limits().capacity();
     let stages = report::stages(head.pipeline());
-    let service = Service::start(head, Some(loader.reopen()))?;
+    let service = Service::start(head, Some(reopen))?;
     let id = args.model_name.clone().unwrap_or_else(|| model_name(&checkpoint.path));
     let (activations, kv, wire) = precision;
     let state: Shared = Arc::new(State {
@@ -135,11 +139,7 @@ async fn serve(listener: TcpListener, state: Shared, connections_max: usize, dra
     Ok(())
 }
 
-/// As `--activations`, `--kv` and `--wire` spell them.
-type Precision = (&'static str, &'static str, &'static str);
-
-/// Loads the pipeline, and again after it failed.
-#[derive(Clone)]
+/// Loads the pipeline.
 struct Loader {
     checkpoint: Arc<Checkpoint>,
     pipeline: PipelineArgs,
@@ -149,15 +149,10 @@ struct Loader {
 }
 
 impl Loader {
-    fn load(&self) -> Result<(Head, f64, Precision)> {
+    fn load(&self) -> Result<(Recovery, Head, f64)> {
         let wanted = Wanted::several(None, SEQUENCES);
         let plan = plan::make(self.checkpoint.clone(), &self.pipeline, wanted, &self.out)?;
-        let (head, seconds) = super::load(&plan, self.options, self.tokenizer.clone(), &self.out)?;
-        Ok((head, seconds, super::precision(&plan)))
-    }
-
-    fn reopen(self) -> Reopen {
-        Arc::new(move || self.load().map(|(head, ..)| head).map_err(|error| format!("{error:#}")))
+        Recovery::load(plan, &self.pipeline, self.options, self.tokenizer.clone(), &self.out)
     }
 }
 

@@ -202,6 +202,7 @@ fn short(cause: Cause) -> &'static str {
         Cause::Starved => "starved",
         Cause::KvWait => "KV",
         Cause::Overhead => "own",
+        Cause::Outage => "outage",
         Cause::Unattributed => "none",
     }
 }

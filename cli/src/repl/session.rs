@@ -13,6 +13,7 @@ use crate::output::Out;
 use crate::output::live::Live;
 use crate::plan::{self, Wanted};
 use crate::prompts::Prompts;
+use crate::recovery::Recovery;
 use crate::report::{self, StageRow, stage_table};
 
 /// A model that has been opened: its files' directory, its tokenizer and its template.
@@ -40,6 +41,7 @@ impl Model {
 /// A pipeline that runs.
 struct Running {
     head: Head,
+    recovery: Recovery,
     load_seconds: f64,
     /// Seconds that it has been asked something.
     asked_seconds: f64,
@@ -104,8 +106,8 @@ impl Session {
             let plan = plan::make(self.model.checkpoint.clone(), &self.pipeline, Wanted::one(None), &self.out)?;
             let options = command::head_options(&self.pipeline);
             let tokenizer = self.model.prompts.tokenizer().clone();
-            let (head, load_seconds) = command::load(&plan, options, tokenizer, &self.out)?;
-            self.running = Some(Running { head, load_seconds, asked_seconds: 0.0 });
+            let (recovery, head, load_seconds) = Recovery::load(plan, &self.pipeline, options, tokenizer, &self.out)?;
+            self.running = Some(Running { head, recovery, load_seconds, asked_seconds: 0.0 });
         }
         Ok(self.running.as_mut().expect("it was opened"))
     }
@@ -125,15 +127,18 @@ impl Session {
     pub fn ask(&mut self, request: Request, say: &mut dyn FnMut(Event)) -> Result<Answer> {
         let mut live = Live::new(false, &self.out);
         let running = self.running()?;
-        match run::answer(&mut running.head, request, &mut live, say) {
+        match run::answer(&mut running.head, request, &mut running.recovery, &mut live, say) {
             Ok(answer) => {
                 running.asked_seconds += answer.timings.total_seconds;
                 Ok(answer)
             }
-            Err(error @ (HeadError::Refused(_) | HeadError::NoSuchToken { .. })) => Err(error.into()),
             Err(error) => {
-                self.running = None;
-                Err(error.into())
+                let is_refused =
+                    |error: &HeadError| matches!(error, HeadError::Refused(_) | HeadError::NoSuchToken { .. });
+                if !error.downcast_ref().is_some_and(is_refused) {
+                    self.running = None;
+                }
+                Err(error)
             }
         }
     }

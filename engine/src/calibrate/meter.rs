@@ -225,7 +225,7 @@ impl<'a> Meter<'a> {
         let outputs = if self.place == Place::Last { outputs.collect() } else { Vec::new() };
         let tokens: u32 = spans.iter().map(|span| span.count).sum();
         let ids = if self.place == Place::First { (0..tokens).map(|i| i * 7 % 97 % 32).collect() } else { Vec::new() };
-        Step { released: Vec::new(), spans, ids, outputs }
+        Step { spans, ids, outputs, ..Step::default() }
     }
 
     /// Seconds of a step, from its frame to the frame that it becomes: the lower quartile, after one that is not counted.

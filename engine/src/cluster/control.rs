@@ -19,7 +19,7 @@ use crate::weights::{LoadError, LoadProgress};
 use crate::worker::WorkerError;
 
 /// Version of the messages. Ends of different versions refuse each other in words.
-pub const CONTROL_VERSION: u32 = 2;
+pub const CONTROL_VERSION: u32 = 3;
 /// Largest message: a signed member list, a block for measuring the bandwidth, or a manifest and who asks for tensors.
 pub const MESSAGE_BYTES_MAX: usize = (1 << 20) + (64 << 10);
 const _: () = assert!(MESSAGE_BYTES_MAX >= MANIFEST_BYTES_MAX + (64 << 10));
@@ -132,6 +132,10 @@ pub struct Plan {
     pub session: u64,
     /// The epoch that it begins with.
     pub epoch: u64,
+    /// The last epoch of the pipeline in whose place it is: stages that worked in it have its keys and values.
+    pub after: Option<u64>,
+    /// Bytes of what each stage has handed on that it keeps, at most.
+    pub boundary_log: u64,
     /// What head and worker must agree on.
     pub contract: Contract,
     /// Bytes of the model's files, to find it by.
@@ -188,6 +192,9 @@ pub enum ToWorker {
     Epoch(u64),
     /// The pipeline is not wanted any more.
     Release,
+    /// The pipeline ends, and another one will be in its place: stages that are sound stay loaded, and keep their pages
+    /// until the next plan or a release. Answered when they have stopped.
+    Pause,
     /// What does the worker's clock say? The head's own time comes back with the answer.
     Ping(Nanos),
     /// To be sent back.
@@ -234,7 +241,7 @@ pub enum ToHead {
     Welcome(Box<Welcome>),
     /// The answer to a greeting that wants a lease that another has.
     Busy(Holder),
-    /// The answer to a greeting that wants a lease of a worker that drains.
+    /// The answer to a greeting that wants a lease of a worker that drains; also to a head that has one, once it begins to.
     Draining,
     /// What this worker makes of the same model and plan, where it is not what the head wants; nothing is loaded.
     Mismatch(Box<Contract>),

@@ -30,6 +30,8 @@ use crate::worker::{Counters, WorkerError};
 const ANSWER: Duration = Duration::from_secs(5);
 /// How long it may take to measure a device.
 const CALIBRATED: Duration = Duration::from_secs(120);
+/// How long it may take to stop its stages: a micro-batch that is on a device is finished first.
+const PAUSED: Duration = Duration::from_secs(12);
 /// How often the clocks are compared, and somebody who waits looks at it.
 const PING: Duration = Duration::from_millis(300);
 
@@ -111,6 +113,8 @@ struct Shared {
     alignment: Mutex<Alignment>,
     /// Why it is gone.
     gone: Mutex<Option<WorkerError>>,
+    /// It wants to be rid of its stages.
+    draining: AtomicBool,
     stop: AtomicBool,
     origin: Instant,
 }
@@ -173,6 +177,7 @@ impl Worker {
             answered: Condvar::new(),
             alignment: Mutex::default(),
             gone: Mutex::default(),
+            draining: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             origin: Instant::now(),
         });
@@ -355,6 +360,23 @@ impl Worker {
         let _ = self.send(&ToWorker::Release);
     }
 
+    /// As [`Worker::release`], but what is loaded stays for the next pipeline. All that it had to say of this one was heard
+    /// then, or it is gone.
+    pub(crate) fn pause(&self) {
+        let _ = self.ask_within(&ToWorker::Pause, PAUSED, &AtomicBool::new(false));
+        *locked(&self.shared.listener) = None;
+    }
+
+    /// Whether somebody has begun to drain it since it was connected.
+    pub fn is_draining(&self) -> bool {
+        self.shared.draining.load(Ordering::Relaxed)
+    }
+
+    /// Whether it has gone.
+    pub fn is_gone(&self) -> bool {
+        locked(&self.shared.gone).is_some()
+    }
+
     /// This end of a hop to or from one of its stages.
     pub(crate) fn hop(&self, id: LinkId, limits: LinkLimits) -> Box<dyn Port> {
         Box::new(self.peer.open(id, limits))
@@ -422,7 +444,8 @@ impl Shared {
     fn hear(&self, message: ToHead, back: Nanos) {
         match message {
             ToHead::Pong(sent, there) => return locked(&self.alignment).add(sent, there, back),
-            ToHead::Welcome(_) | ToHead::Busy(_) | ToHead::Draining => return,
+            ToHead::Draining => return self.draining.store(true, Ordering::Relaxed),
+            ToHead::Welcome(_) | ToHead::Busy(_) => return,
             ToHead::Done(_) | ToHead::Echo(_) | ToHead::Health(_) | ToHead::Calibrated(_) => {
                 *locked(&self.answer) = Some(message);
                 return self.answered.notify_all();

@@ -20,6 +20,7 @@ use super::measure::Serving;
 use super::worker::Server;
 use crate::calibrate::Shape;
 use crate::checkpoint::Checkpoint;
+use crate::pipeline::shelf::Shelf;
 use crate::pipeline::thread::{self, Event, Ports};
 use crate::trace::Recorder;
 use crate::weights::LoadError;
@@ -49,6 +50,10 @@ pub(super) struct Session {
     running: Option<Running>,
     lending: Option<Lending>,
     measuring: Option<Serving>,
+    /// The head has heard that the worker drains.
+    told_draining: bool,
+    /// Stages that wait for another pipeline.
+    shelf: Arc<Shelf>,
     /// Set when the visit ends: whoever measures stops.
     ended: Arc<AtomicBool>,
 }
@@ -69,6 +74,7 @@ struct Running {
     /// Stages that are loaded.
     loaded: usize,
     stop: Arc<AtomicBool>,
+    home: thread::Home,
     threads: Vec<JoinHandle<()>>,
     events: Receiver<Event>,
     counters: Vec<Arc<Counters>>,
@@ -94,6 +100,7 @@ impl Drop for Running {
                 "a stage does not end: its device hangs, and its memory is not free until this process ends"
             );
         }
+        self.home.closed.store(true, Ordering::Release);
     }
 }
 
@@ -108,6 +115,8 @@ impl Session {
             running: None,
             lending: None,
             measuring: None,
+            told_draining: false,
+            shelf: Arc::default(),
             ended: Arc::default(),
         }
     }
@@ -205,6 +214,10 @@ impl Session {
                 self.release();
                 self.server.holds(Vec::new());
             }
+            ToWorker::Pause if self.is_lease => {
+                self.end_stages();
+                self.say(&ToHead::Done(Ok(())));
+            }
             ToWorker::Release => {}
             ToWorker::Calibrate(device, shape) => self.calibrate(device, *shape),
             ToWorker::Greeting(_)
@@ -212,6 +225,7 @@ impl Session {
             | ToWorker::Prepare(_)
             | ToWorker::Manifest { .. }
             | ToWorker::Fetch(_)
+            | ToWorker::Pause
             | ToWorker::Examine(_) => {
                 self.say(&ToHead::Done(Err("this is not the time for that".to_owned())));
             }
@@ -267,6 +281,12 @@ impl Session {
     /// What the stages did since the last time, and how they do.
     fn beat(&mut self) {
         let Some(running) = &self.running else { return };
+        if self.server.is_draining() != self.told_draining {
+            self.told_draining = !self.told_draining;
+            if self.told_draining {
+                self.say(&ToHead::Draining);
+            }
+        }
         let ahead = running.recorder.ahead_of(self.origin);
         for task in &running.plan.tasks {
             let spans = running.recorder.take(task.spec.index);
@@ -295,6 +315,12 @@ impl Session {
 
     /// Nothing is left of a plan.
     fn release(&mut self) {
+        self.end_stages();
+        self.shelf.keep_only(&[]);
+    }
+
+    /// The stages stop; those that are sound go to the shelf.
+    fn end_stages(&mut self) {
         (self.pending, self.lending, self.running) = (None, None, None);
     }
 

@@ -100,7 +100,8 @@ fn the_corpus_of_payloads_is_borne() {
         Span { request: 0, sequence: 1, start: 31, count: 2, new_pages: vec![0, 3] },
         Span { request: 0, sequence: 2, start: 255, count: 1, new_pages: vec![] },
     ];
-    let first = Step { released: vec![7], spans, ids: vec![5, 6, 99], outputs: vec![request] };
+    let first =
+        Step { released: vec![7], spans, ids: vec![5, 6, 99], outputs: vec![request], until: Some(2), from: None };
     let inner = Step { ids: vec![], ..first.clone() };
     let hidden: Vec<f32> = (0..3 * LIMITS.hidden).map(|at| at as f32 * 0.25 - 9.0).collect();
     let mut seeds = vec![[&[1][..], &encode_step(&first, &[], &LIMITS)].concat()];

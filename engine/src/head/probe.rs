@@ -54,7 +54,7 @@ impl Head {
     /// [`HeadError::Pipeline`].
     pub fn check(&mut self) -> Result<(), HeadError> {
         self.pipeline.check().map_err(|error| {
-            self.down = Some(error.to_string());
+            self.lost(error.to_string());
             error.into()
         })
     }

@@ -135,6 +135,8 @@ impl Head {
                     spans: vec![span],
                     ids: ids[sent..end].to_vec(),
                     outputs: (sent..end).map(|i| want(i, i - sent)).collect(),
+                    until: None,
+                    from: None,
                 };
                 self.pipeline.send(&step, 0)?;
                 sent = end;

@@ -3,8 +3,10 @@
 //! Whoever hears must not wait: what is slow keeps what it heard. That is at most what the request may come to: an event
 //! for each of its tokens, one for each piece of text, and a few.
 //!
-//! When the pipeline fails, everything that was asked ends ([`Notice::Failed`]), and the service opens another one if it
-//! was told how. Until then it refuses everything with the reason.
+//! When the pipeline fails, the service opens another one if it was told how. Where the head recovers
+//! ([`super::HeadOptions::recovers`]), everything waits for that ([`Notice::Paused`]), and so does what is asked meanwhile.
+//! Where it does not, or no other pipeline is to be had, everything that was asked ends ([`Notice::Failed`]), and until there
+//! is one the service refuses everything with the reason.
 
 mod driver;
 
@@ -18,7 +20,7 @@ use crossbeam_channel::{Receiver, Sender, TrySendError, bounded, unbounded};
 use thiserror::Error;
 
 use super::{Event, Head, HeadError, Request};
-use crate::pipeline::{StageName, StageReport};
+use crate::pipeline::{Past, Pipeline, StageName, StageReport};
 use crate::schedule::{Limits, Refused, RequestId, Status};
 use crate::trace::{Recorder, Trace};
 use crate::worker::Counters;
@@ -30,8 +32,9 @@ const ASKED_MAX: usize = 4096;
 const SETTLE: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Opens another pipeline in the place of one that failed. Called from a thread of its own, when the old one is gone.
-pub type Reopen = Arc<dyn Fn() -> Result<Head, String> + Send + Sync>;
+/// Opens another pipeline in the place of one that failed with that error, and says in words what it is. Called from a
+/// thread of its own, when the old one has ended.
+pub type Reopen = Box<dyn FnMut(&HeadError, &Past) -> Result<(Pipeline, String), String> + Send>;
 
 /// What befell a pipeline.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -76,6 +79,10 @@ pub enum Notice {
     Taken(RequestId),
     /// It never will. The last notice.
     Refused(ServiceError),
+    /// The pipeline failed, and another one is sought to go on with.
+    Paused(Failure),
+    /// It goes on, with another pipeline: which, and what is computed again first.
+    Resumed(String),
     /// The pipeline failed; what there is of its answers follows.
     Failed(Failure),
     /// It goes on. [`Event::Done`] of its last answer is the last notice.

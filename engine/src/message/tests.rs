@@ -26,6 +26,8 @@ fn step() -> Step {
             whole_row: false,
             edits: vec![LogitEdit::new(4, f32::NEG_INFINITY, 1.0, 0.0), LogitEdit::new(99, 0.5, 1.25, -2.0)],
         }],
+        until: Some(1),
+        from: None,
     }
 }
 

@@ -10,8 +10,9 @@ use pp_shaders::Profile;
 use pp_transport::quic::tuning;
 use pp_transport::{LinkId, LinkLimits, Port};
 
+use super::shelf::Key;
 use super::supply::{self, Supply};
-use super::thread::{EDGE_PATIENCE, EVENTS_PER_STAGE, Event, Ports, StageThread};
+use super::thread::{EDGE_PATIENCE, EVENTS_PER_STAGE, Event, Home, Ports, StageThread};
 use super::{
     Device, IN_FLIGHT_PER_STAGE, LOOK, Model, OnProgress, PATIENCE, Pipeline, PipelineError, PipelineOptions, Running,
     StageName, StageReport,
@@ -62,6 +63,7 @@ impl Pipeline {
         cancel: &AtomicBool,
     ) -> Result<Pipeline, PipelineError> {
         assert_eq!(specs.len(), devices.len(), "a device for every stage");
+        between.past.iter().for_each(|past| past.settle());
         let stages: Vec<StageName> = specs.iter().zip(devices).map(|(spec, device)| name(spec, device)).collect();
         if let Err(error) = StageSpec::check_cover(specs, checkpoint.config.layers) {
             return Err(PipelineError::Layout { stage: stages[0].clone(), error: Box::new(error) });
@@ -82,8 +84,17 @@ impl Pipeline {
             payload_bytes: limits.payload_bytes_max().max(edge::BLOCK_BYTES),
         };
         let (tell, events) = bounded(EVENTS_PER_STAGE * specs.len());
-        let recorder = Recorder::new(stages.iter().map(|stage| (stage.place(), stage.layers)));
-        let epoch = Arc::new(AtomicU64::new(1));
+        let uses: Vec<_> = devices.iter().map(Device::uses).collect();
+        let shares = shares(uses.iter().map(Vec::as_slice));
+        let places = stages.iter().map(|stage| (stage.place(), stage.layers));
+        let (recorder, epoch, next_step) = match &between.past {
+            Some(past) => (Recorder::after(&past.recorder, places, &shares), past.epoch + 1, past.next_step),
+            None => (Recorder::new(places), 1, 0),
+        };
+        recorder.shared(&shares);
+        let epoch = Arc::new(AtomicU64::new(epoch));
+        let after = between.past.as_ref().map(|past| past.epoch);
+        let digest = between.model.as_ref().map(|model| model.digest);
         let mut opening = Opening {
             counters: stages.iter().map(|_| Arc::default()).collect(),
             running: Running {
@@ -91,6 +102,14 @@ impl Pipeline {
                 threads: Vec::new(),
                 sources: Vec::new(),
                 workers: workers(devices),
+                home: Home {
+                    shelf: between.shelf.clone(),
+                    after,
+                    boundary_log: between.boundary_log,
+                    closed: Arc::default(),
+                },
+                // What is loaded already is not loaded again by the next attempt.
+                keeps: between.past.is_some(),
             },
             waiting: stages.iter().map(|_| None).collect(),
             devices: devices.to_vec(),
@@ -101,12 +120,14 @@ impl Pipeline {
             let Running { stop, workers, .. } = &opening.running;
             Supply::new(checkpoint, model, links.session, workers, &tell, stop)
         });
-        opening.prepare(checkpoint, between.model.as_ref(), specs, options, &links, &tell, &recorder)?;
-        for (layout, device) in layouts.into_iter().zip(devices) {
+        opening.prepare(checkpoint, between.model.as_ref(), specs, options, &links, &tell, &recorder, &epoch)?;
+        let here: Vec<_> = layouts.into_iter().zip(devices).filter(|(_, device)| device.worker().is_none()).collect();
+        let keys: Vec<Key> = here.iter().map(|(layout, device)| Key::new(checkpoint, digest, layout, device)).collect();
+        if let Some(shelf) = &between.shelf {
+            shelf.keep_only(&keys);
+        }
+        for ((layout, device), key) in here.into_iter().zip(keys) {
             let index = layout.spec.index;
-            if device.worker().is_some() {
-                continue;
-            }
             let (give, ports) = bounded(1);
             let thread = StageThread {
                 checkpoint: checkpoint.clone(),
@@ -117,6 +138,8 @@ impl Pipeline {
                 counters: opening.counters[index].clone(),
                 recorder: recorder.clone(),
                 epoch: epoch.clone(),
+                home: opening.running.home.clone(),
+                key,
             };
             let started = thread.start(layout);
             opening.running.threads.push(started.map_err(|error| opening.no_thread(index, error))?);
@@ -126,10 +149,8 @@ impl Pipeline {
         drop(supply);
         let (mut to_first, mut from_tail) = opening.link(between, &links, in_flight_max)?;
         opening.prove(to_first.as_mut(), from_tail.as_mut(), cancel)?;
+        opening.running.keeps = false;
         let now = Instant::now();
-        let uses: Vec<_> = devices.iter().map(Device::uses).collect();
-        let shares = shares(uses.iter().map(Vec::as_slice));
-        recorder.shared(&shares);
         Ok(Pipeline {
             shares,
             seen: vec![(0, now); opening.stages.len()],
@@ -141,9 +162,10 @@ impl Pipeline {
             from_tail,
             events: opening.events,
             running: opening.running,
+            is_closed: false,
             limits,
             epoch,
-            next_step: 0,
+            next_step,
             in_flight: VecDeque::new(),
             heard: now,
             in_flight_max,
@@ -273,6 +295,7 @@ impl Opening {
         links: &Links,
         tell: &Sender<Event>,
         recorder: &Arc<Recorder>,
+        epoch: &AtomicU64,
     ) -> Result<(), PipelineError> {
         if self.running.workers.is_empty() {
             return Ok(());
@@ -296,7 +319,9 @@ impl Opening {
             };
             let plan = Plan {
                 session: links.session,
-                epoch: 1,
+                epoch: epoch.load(Ordering::Relaxed),
+                after: self.running.home.after,
+                boundary_log: self.running.home.boundary_log,
                 contract: contract.clone(),
                 model_bytes: model.bytes,
                 model_name: model.name.clone(),

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use pp_transport::Port;
 
+use super::shelf::{Kept, Key, Shelf};
 use super::{Device, StageReport};
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::supplied::Origins;
@@ -65,6 +66,19 @@ pub struct Ports {
     pub downstream: Box<dyn Port>,
 }
 
+/// Where stages go when their pipeline ends.
+#[derive(Clone, Default)]
+pub struct Home {
+    /// The shelf, where they are wanted again.
+    pub shelf: Option<Arc<Shelf>>,
+    /// The epoch of the pipeline before, where this one goes on behind it.
+    pub after: Option<u64>,
+    /// Bytes of what it hands on that a stage keeps.
+    pub boundary_log: u64,
+    /// Set when nobody waits for those any more that have not ended.
+    pub closed: Arc<AtomicBool>,
+}
+
 /// Waits for threads of stages that were told to stop; one that a device keeps is left to itself. Says whether all ended.
 pub fn join(threads: &mut Vec<JoinHandle<()>>) -> bool {
     let until = Instant::now() + END_PATIENCE;
@@ -95,6 +109,10 @@ pub struct StageThread {
     pub recorder: Arc<Recorder>,
     /// Frames of an older epoch are dropped.
     pub epoch: Arc<AtomicU64>,
+    /// Where the stage may come from, and goes.
+    pub home: Home,
+    /// What stands for it there.
+    pub key: Key,
 }
 
 impl StageThread {
@@ -111,16 +129,34 @@ impl StageThread {
         let index = layout.spec.index;
         let tell = self.tell.clone();
         let work = std::panic::AssertUnwindSafe(|| {
-            let mut stage = match self.open(layout) {
-                Ok(stage) => stage,
+            let kept = self.home.shelf.as_ref().and_then(|shelf| shelf.take(&self.key, self.home.after));
+            let mut kept = match kept.map_or_else(|| self.open(layout), Ok) {
+                Ok(kept) => kept,
                 Err(error) => return self.say(Event::LoadFailed(index, error)),
             };
-            if let Err(error) = self.serve(&mut stage) {
+            kept.stage.keep_boundary(self.home.boundary_log);
+            kept.report.boundary = if kept.report.kept { kept.stage.kept_boundary() } else { Vec::new() };
+            self.say(Event::Ready(index, Box::new(kept.report.clone())));
+            let ended = self.serve(&mut kept.stage);
+            if ended.as_ref().err().is_none_or(WorkerError::is_elsewhere) {
+                self.put_away(kept);
+            }
+            if let Err(error) = ended {
                 self.say(Event::Failed(index, error));
             }
         });
         if let Err(panic) = std::panic::catch_unwind(work) {
             let _ = tell.send(Event::Failed(index, WorkerError::Panic(panic_message(panic.as_ref()))));
+        }
+    }
+
+    /// The stage may go on in another pipeline.
+    fn put_away(&self, mut kept: Kept) {
+        if self.counters.progress().0 > 0 {
+            kept.pages_of = Some(self.epoch.load(Ordering::Relaxed));
+        }
+        if let Some(shelf) = self.home.shelf.as_ref().filter(|_| !self.home.closed.load(Ordering::Acquire)) {
+            shelf.put(self.key.clone(), kept);
         }
     }
 
@@ -133,7 +169,7 @@ impl StageThread {
         self.stop.load(Ordering::Relaxed)
     }
 
-    fn open(&self, layout: StageLayout) -> Result<Stage, LoadError> {
+    fn open(&self, layout: StageLayout) -> Result<Kept, LoadError> {
         let started = Instant::now();
         let index = layout.spec.index;
         let report = StageReport {
@@ -150,6 +186,8 @@ impl StageThread {
             widened: layout.widened().iter().map(|(from, to, n)| ((*from).to_owned(), (*to).to_owned(), *n)).collect(),
             load_seconds: 0.0,
             timestamps: Timestamps::default(),
+            kept: false,
+            boundary: Vec::new(),
         };
         // Beside the loading, which mostly waits for files.
         let device = self.device.clone();
@@ -172,18 +210,15 @@ impl StageThread {
             Ok(Err(panic)) => return Err(LoadError::Untrusted { message: panic_message(panic.as_ref()) }),
             Err(error) => return Err(LoadError::Untrusted { message: error.to_string() }),
         }
-        self.say(Event::Ready(
-            index,
-            Box::new(StageReport {
-                read_bytes: stage.read_bytes(),
-                origins: stage.origins(),
-                allocated_bytes: stage.backend().allocated_bytes(),
-                load_seconds: started.elapsed().as_secs_f64(),
-                timestamps: stage.backend().timestamps(),
-                ..report
-            }),
-        ));
-        Ok(stage)
+        let report = StageReport {
+            read_bytes: stage.read_bytes(),
+            origins: stage.origins(),
+            allocated_bytes: stage.backend().allocated_bytes(),
+            load_seconds: started.elapsed().as_secs_f64(),
+            timestamps: stage.backend().timestamps(),
+            ..report
+        };
+        Ok(Kept { stage, report, pages_of: None })
     }
 
     /// Takes its hops, proves them and works until it is stopped.

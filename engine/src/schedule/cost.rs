@@ -127,6 +127,11 @@ pub struct Fits {
 }
 
 impl Fits {
+    /// What the stages take from each other.
+    pub fn shares(&self) -> &[Share] {
+        &self.shares
+    }
+
     /// Nothing known of so many stages, but what they take from each other.
     pub fn new(stages: usize, shares: Vec<Share>) -> Fits {
         Fits {

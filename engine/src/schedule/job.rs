@@ -113,6 +113,11 @@ pub struct Batch {
     pub prefill_tokens: usize,
     /// Sequences that decode in it.
     pub decode_tokens: usize,
+    /// Restores what stages have lost ([`super::Scheduler::recover`]): the last stage that computes it, and nothing is
+    /// drawn from it.
+    pub until: Option<usize>,
+    /// The stage that has its rows in the log of what it handed on: it and those before compute nothing.
+    pub from: Option<usize>,
 }
 
 /// What to do now.

@@ -41,6 +41,13 @@ pub struct Table {
     serial: u64,
 }
 
+impl Table {
+    /// What was remembered of its pages is forgotten.
+    pub fn forget(&mut self) {
+        (self.full, self.serial) = (0, ROOT);
+    }
+}
+
 /// The head's page ids: which are free, who holds which, and what idle ones contain.
 #[derive(Debug)]
 pub struct Pages {
@@ -199,6 +206,19 @@ impl Pages {
             let page = self.evict();
             self.free.push(page);
         }
+    }
+
+    /// Forgets all contents, also of pages that are held: some stage does not have them any more.
+    pub fn forget_all(&mut self) {
+        self.forget_idle();
+        (0..self.pages.len() as u32).for_each(|page| self.forget(page));
+    }
+
+    /// Positions of a sequence up to which its pages were named no later than `serial`, or not at all: what others were
+    /// to fill later may never have been computed.
+    pub fn certain(&self, table: &Table, serial: u64) -> usize {
+        let is_later = |page: &u32| self.pages[*page as usize].serial > serial;
+        PAGE * table.pages.iter().position(is_later).unwrap_or(table.pages.len())
     }
 
     /// The number of the latest contents; later ones have larger numbers.

@@ -31,6 +31,17 @@ impl Toy {
         self.stages.iter().map(|stage| stage.tables.len())
     }
 
+    /// A stage that knows nothing takes the place of one.
+    pub fn lose(&mut self, stage: usize) {
+        let pages = self.stages[stage].pages.len();
+        self.stages[stage] = Stage { pages: vec![[u64::MAX; PAGE]; pages], tables: HashMap::new() };
+    }
+
+    /// All stages forget every sequence, and keep their pages.
+    pub fn forget_sequences(&mut self) {
+        self.stages.iter_mut().for_each(|stage| stage.tables.clear());
+    }
+
     /// The `count` tokens that follow `prompt` when nothing else runs.
     pub fn alone(stages: usize, prompt: &[u32], count: usize, vocab: u32) -> Vec<u32> {
         let pages = (prompt.len() + count).div_ceil(PAGE);
@@ -54,6 +65,11 @@ impl Toy {
 }
 
 impl Stage {
+    fn kept(&self, sequence: u64, start: usize, count: usize) -> Vec<u64> {
+        let table = &self.tables[&sequence];
+        (start..start + count).map(|position| self.pages[table[position / PAGE] as usize][position % PAGE]).collect()
+    }
+
     fn tokens(&mut self, stage: usize, sequence: u64, start: usize, ids: &[u32], from: &[u64]) -> Vec<u64> {
         let table = &self.tables[&sequence];
         let place = |position: usize| (table[position / PAGE] as usize, position % PAGE);
@@ -84,11 +100,17 @@ impl Model for Toy {
         }
         let mut values = Vec::new();
         let mut at = 0;
-        for part in &batch.parts {
+        let is_asked = batch.until.is_none_or(|until| stage <= until) && batch.from.is_none_or(|from| stage >= from);
+        for part in batch.parts.iter().filter(|_| is_asked) {
             s.tables.entry(part.sequence).or_default().extend(&part.new_pages);
             let given = if from.is_empty() { &[][..] } else { &from[at..at + part.ids.len()] };
             at += part.ids.len();
-            let found = s.tokens(stage, part.sequence, part.start, &part.ids, given);
+            let found = if batch.from == Some(stage) {
+                // What it has handed on is what it has in its pages.
+                s.kept(part.sequence, part.start, part.ids.len())
+            } else {
+                s.tokens(stage, part.sequence, part.start, &part.ids, given)
+            };
             if !last {
                 values.extend(found);
             } else if part.draws {

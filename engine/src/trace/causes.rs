@@ -4,12 +4,13 @@
 //! first in this list decides:
 //!
 //! 1. busy: the union of the device's intervals;
-//! 2. back-pressure: a result waits for the hop to take it;
-//! 3. overhead: from the end of p to its being ready for the hop, and from the arrival of n to its start;
-//! 4. upstream: some stage is at work while the next micro-batch queues for it, and so sets the pace;
-//! 5. hop, or upstream: of the micro-batches that nobody computes each leaves one stage idle. It is charged to the
+//! 2. outage: a stage was lost, from the last answer before it until another pipeline was there;
+//! 3. back-pressure: a result waits for the hop to take it;
+//! 4. overhead: from the end of p to its being ready for the hop, and from the arrival of n to its start;
+//! 5. upstream: some stage is at work while the next micro-batch queues for it, and so sets the pace;
+//! 6. hop, or upstream: of the micro-batches that nobody computes each leaves one stage idle. It is charged to the
 //!    next idle stage on its way: as hop when it is on one, as upstream when the head forms it or draws its tokens;
-//! 6. starved: none is left, for fewer are under way than there are stages. KV wait, while requests waited that found
+//! 7. starved: none is left, for fewer are under way than there are stages. KV wait, while requests waited that found
 //!    no free pages.
 //!
 //! That is exact: stages that compute are as many as micro-batches that are computed, so idle stages are as many as
@@ -20,7 +21,7 @@ mod charge;
 
 use serde::{Deserialize, Serialize};
 
-use super::{HeadSpan, Nanos, StageSpan, Trace};
+use super::{HeadSpan, HeadState, Nanos, StageSpan, Trace};
 use charge::charges;
 
 /// What a stage was doing, or why it did nothing.
@@ -43,13 +44,15 @@ pub enum Cause {
     KvWait,
     /// Its own work around the device's.
     Overhead,
+    /// A stage was lost, and there was no pipeline.
+    Outage,
     /// The trace does not tell.
     Unattributed,
 }
 
 impl Cause {
     /// All of them, in the order of reports.
-    pub const ALL: [Cause; 9] = [
+    pub const ALL: [Cause; 10] = [
         Cause::Busy,
         Cause::FillDrain,
         Cause::Upstream,
@@ -58,6 +61,7 @@ impl Cause {
         Cause::Starved,
         Cause::KvWait,
         Cause::Overhead,
+        Cause::Outage,
         Cause::Unattributed,
     ];
 
@@ -72,6 +76,7 @@ impl Cause {
             Cause::Starved => "starved",
             Cause::KvWait => "KV wait",
             Cause::Overhead => "overhead",
+            Cause::Outage => "outage",
             Cause::Unattributed => "unattributed",
         }
     }
@@ -173,7 +178,13 @@ pub fn causes(trace: &Trace) -> Vec<StageCauses> {
 /// Every stage's time in a window.
 pub fn causes_within(trace: &Trace, window: Window) -> Vec<StageCauses> {
     let stages = trace.stages.iter().map(|stage| by_start(&stage.spans)).zip(charges(trace));
-    stages.map(|(spans, charges)| divide(&spans, &charges, window)).collect()
+    let outages: Vec<Interval> = trace
+        .states
+        .iter()
+        .filter(|state| state.state == HeadState::Outage)
+        .map(|state| Interval { cause: Cause::Outage, from: state.from, to: state.to })
+        .collect();
+    stages.map(|(spans, charges)| divide(&spans, &outages, &charges, window)).collect()
 }
 
 fn by_start(spans: &[StageSpan]) -> Vec<StageSpan> {
@@ -182,8 +193,8 @@ fn by_start(spans: &[StageSpan]) -> Vec<StageSpan> {
     spans
 }
 
-/// A stage's time, whose idle time is charged as `charges` say unless the stage itself is the cause.
-fn divide(spans: &[StageSpan], charges: &[Interval], window: Window) -> StageCauses {
+/// A stage's time, whose idle time is charged as `charges` say unless the stage itself is the cause, or an outage.
+fn divide(spans: &[StageSpan], outages: &[Interval], charges: &[Interval], window: Window) -> StageCauses {
     let sends = union(spans.iter().map(|span| (span.send_started, span.sent)).collect());
     let mut causes = StageCauses::default();
     let mut previous: Option<&StageSpan> = None;
@@ -193,6 +204,7 @@ fn divide(spans: &[StageSpan], charges: &[Interval], window: Window) -> StageCau
             None => causes.push(window, Cause::FillDrain, 0, span.started),
             Some(previous) if done < span.started.min(window.to) && span.started > window.from => {
                 let mut gap = Gap::new(done, span.started);
+                gap.take(outages);
                 gap.take(&sends);
                 gap.take_one(Cause::Overhead, previous.finished, previous.send_started);
                 gap.take_one(Cause::Overhead, span.arrived, span.started);

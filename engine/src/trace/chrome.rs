@@ -301,6 +301,7 @@ fn state_name(state: HeadState) -> &'static str {
         HeadState::Waiting => "waiting",
         HeadState::KvWait => "KV wait",
         HeadState::Idle => "idle",
+        HeadState::Outage => "outage",
     }
 }
 

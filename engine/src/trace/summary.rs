@@ -142,7 +142,9 @@ impl Summary {
             .zip(causes::causes_within(trace, window))
             .enumerate()
             .map(|(index, (stage, causes))| {
-                let spans: Vec<&StageSpan> = stage.spans.iter().filter(|span| inside(span.finished)).collect();
+                // Those without tokens only passed.
+                let counts = |span: &&StageSpan| inside(span.finished) && span.tokens > 0;
+                let spans: Vec<&StageSpan> = stage.spans.iter().filter(counts).collect();
                 StageSummary::new(stage, &causes, &spans, |span| alone(trace, index, span))
             })
             .collect();

@@ -54,7 +54,7 @@ fn a_conversation_outlives_its_pipeline() {
     let rig3 = members.iter().find(|member| member["name"] == "rig3").expect("a member");
     let address = rig3["address"].as_str().expect("an address").to_owned();
 
-    let terminal = talk(&cluster.head, &["--workers", "rig2,rig3"]);
+    let terminal = talk(&cluster.head, &["--workers", "rig2,rig3", "--no-recover"]);
     terminal.line("run of a stage");
     terminal.see("first after", 1);
     terminal.line("/stages");

@@ -113,8 +113,17 @@ impl Machine {
 
     /// Starts a worker here, on a free port of the loopback unless `listen` says which; `more` is added to its arguments.
     pub fn worker(&self, name: &str, listen: Option<&str>, more: &[&str], environment: &[(&str, &str)]) -> Worker {
+        self.start_worker(name, listen, &[&["--device", "reference"], more].concat(), environment)
+    }
+
+    /// The same with the adapter that is there, of which it uses one thread where it is a software one.
+    pub fn worker_on_device(&self, name: &str, listen: Option<&str>) -> Worker {
+        self.start_worker(name, listen, &[], &[("LP_NUM_THREADS", "1")])
+    }
+
+    fn start_worker(&self, name: &str, listen: Option<&str>, more: &[&str], environment: &[(&str, &str)]) -> Worker {
         let listen = listen.unwrap_or("127.0.0.1:0");
-        let usual = ["worker", "--json", "--name", name, "--listen", listen, "--device", "reference"];
+        let usual = ["worker", "--json", "--name", name, "--listen", listen];
         let mut command = self.program(&[&usual, more].concat());
         Worker::start(command.envs(environment.iter().copied()))
     }
@@ -164,6 +173,12 @@ impl Running {
     #[track_caller]
     pub fn says(&mut self, word: &str) -> String {
         self.err.line(word, &mut self.child)
+    }
+
+    /// The `times`th line on stderr with `word` in it, once it is there.
+    #[track_caller]
+    pub fn says_times(&mut self, word: &str, times: usize) -> String {
+        self.err.nth_line(word, times - 1, &mut self.child)
     }
 
     /// The first line on stdout with `word` in it, once it is there.
@@ -232,10 +247,15 @@ impl Said {
 
     #[track_caller]
     fn line(&self, word: &str, child: &mut Child) -> String {
+        self.nth_line(word, 0, child)
+    }
+
+    #[track_caller]
+    fn nth_line(&self, word: &str, before: usize, child: &mut Child) -> String {
         let until = Instant::now() + PATIENCE;
         let mut said = self.0.0.lock().unwrap();
         loop {
-            if let Some(line) = said.0.iter().find(|line| line.contains(word)) {
+            if let Some(line) = said.0.iter().filter(|line| line.contains(word)).nth(before) {
                 return line.clone();
             }
             let left = until.saturating_duration_since(Instant::now());
@@ -277,19 +297,32 @@ impl Cluster {
         Cluster::begun(names, None, &[], &[("PP_LOG", filter), ("NO_COLOR", "1")])
     }
 
+    /// With a copy of a file, and workers that have the machine's adapter.
+    #[track_caller]
+    pub fn on_devices(names: &[&str], model: &Path) -> Cluster {
+        Cluster::enrolled(names, |name| {
+            let machine = Machine::new();
+            std::os::unix::fs::symlink(model, machine.models().join("renamed.gguf")).expect("room for a link");
+            let worker = machine.worker_on_device(name, None);
+            (machine, worker)
+        })
+    }
+
     #[track_caller]
     fn begun(names: &[&str], model: Option<&str>, more: &[&str], environment: &[(&str, &str)]) -> Cluster {
+        Cluster::enrolled(names, |name| {
+            let machine = Machine::new();
+            model.iter().for_each(|model| machine.take_model(model, "renamed"));
+            let worker = machine.worker(name, None, more, environment);
+            (machine, worker)
+        })
+    }
+
+    #[track_caller]
+    fn enrolled(names: &[&str], start: impl Fn(&str) -> (Machine, Worker)) -> Cluster {
         let head = Machine::new();
         head.object(&["cluster", "init"]);
-        let mut workers: Vec<(Machine, Worker)> = names
-            .iter()
-            .map(|name| {
-                let machine = Machine::new();
-                model.iter().for_each(|model| machine.take_model(model, "renamed"));
-                let worker = machine.worker(name, None, more, environment);
-                (machine, worker)
-            })
-            .collect();
+        let mut workers: Vec<(Machine, Worker)> = names.iter().map(|name| start(name)).collect();
         for (_, worker) in &mut workers {
             let invitation = worker.invitation();
             head.object(&invitation.iter().map(String::as_str).collect::<Vec<_>>());

@@ -1,8 +1,10 @@
 //! A server whose stage is on a worker that stops, dies, and comes back.
 
-use serde_json::json;
+use std::io::Read;
 
-use super::client::Server;
+use serde_json::{Value, json};
+
+use super::client::{Response, Server};
 use super::{chat, eventually};
 use crate::cli::model;
 use crate::cluster::processes::Cluster;
@@ -15,6 +17,7 @@ fn a_stage_that_is_stopped_or_dead_is_named() {
     let m = model("tiny/llama-33");
     let arguments =
         ["serve", "--port", "0", "--json", "--quiet", "-m", &m, "--workers", "rig2", "--device", "reference"];
+    let arguments = [&arguments[..], &["--no-recover", "--recover-wait", "120"]].concat();
     let server = Server::spawn(&mut cluster.head.program(&arguments));
     let health = server.get("/health").ok();
     assert_eq!((&health["status"], &health["stages"]), (&"ok".into(), &2.into()));
@@ -57,4 +60,45 @@ fn a_stage_that_is_stopped_or_dead_is_named() {
     let found = server.post("/v1/chat/completions", &chat(json!({}))).ok();
     assert_eq!(found["choices"][0]["message"], expected["choices"][0]["message"]);
     assert_eq!(server.get("/health").ok()["restarts"], restarts + 1);
+}
+
+/// A stream whose stage dies in its middle says so, pauses, and goes on with the text that it would have had; so does
+/// whoever asks meanwhile.
+#[test]
+fn a_stream_outlives_its_stage() {
+    let mut cluster = Cluster::of(&["rig2"], "tiny/llama-33");
+    let m = model("tiny/llama-33");
+    let arguments =
+        ["serve", "--port", "0", "--json", "--quiet", "-m", &m, "--workers", "rig2", "--device", "reference"];
+    let server = Server::spawn(&mut cluster.head.program(&[&arguments[..], &["--recover-wait", "120"]].concat()));
+    let wanted = chat(json!({"max_tokens": 120, "temperature": 0.8, "seed": 3}));
+    let expected = server.post("/v1/chat/completions", &wanted).ok();
+    let expected = expected["choices"][0]["message"]["content"].as_str().unwrap();
+
+    let address = cluster.head.address_of("rig2");
+    let (machine, worker) = cluster.workers.remove(0);
+    let mut streamed = wanted.clone();
+    streamed["stream"] = true.into();
+    let headers = [("content-type", "application/json")];
+    let mut stream = server.begin("POST", "/v1/chat/completions", &headers, &streamed.to_string());
+    let mut begun = vec![0; 2000];
+    stream.read_exact(&mut begun).unwrap();
+    worker.0.signal("KILL");
+    drop(worker);
+    eventually("it is down", || server.get("/ready").status == 503);
+    let meanwhile = server.begin("POST", "/v1/chat/completions", &headers, &wanted.to_string());
+    let mut back = machine.worker("rig2", Some(&address), &[], &[]);
+    back.ready();
+
+    stream.read_to_end(&mut begun).unwrap();
+    let text = String::from_utf8(begun).unwrap();
+    let mut comments = text.lines().filter(|line| line.starts_with(':'));
+    assert!(comments.any(|line| line.contains("stage 1 on rig2")), "{text}");
+    assert!(comments.any(|line| line.contains("rig2 is back; rebuilding")), "{text}");
+    let data = text.lines().filter_map(|line| line.strip_prefix("data: ")).filter(|data| *data != "[DONE]");
+    let chunks: Vec<Value> = data.map(|data| serde_json::from_str(data).unwrap()).collect();
+    let found: String = chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str()).collect();
+    assert_eq!(found, expected);
+    let other = Response::read(meanwhile).ok();
+    assert_eq!(other["choices"][0]["message"]["content"], expected);
 }

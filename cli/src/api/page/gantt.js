@@ -21,6 +21,7 @@ export const CAUSES = [
   ["starved", "s", "starved", "nothing was asked for, or fewer micro-batches were in the pipe than it has stages"],
   ["kv_wait", "k", "KV wait", "starved, while requests waited that found no free pages"],
   ["overhead", "o", "overhead", "its own work around the device’s"],
+  ["outage", "!", "outage", "a stage was lost, and there was no pipeline"],
   ["unattributed", "?", "unattributed", "the trace does not tell"],
 ];
 const SIGNS = Object.fromEntries(CAUSES.map(([name, sign]) => [name, sign]));

@@ -60,6 +60,7 @@ fn style(fill: Fill) -> Style {
         Fill::Idle(Cause::BackPressure) => plain(AnsiColor::Red),
         Fill::Idle(Cause::KvWait) => plain(AnsiColor::Magenta),
         Fill::Idle(Cause::Overhead) => plain(AnsiColor::White),
+        Fill::Idle(Cause::Outage) => plain(AnsiColor::BrightRed),
         Fill::Idle(Cause::Unattributed) => plain(AnsiColor::BrightRed),
         Fill::Idle(_) => plain(AnsiColor::BrightBlack),
     }

@@ -34,6 +34,7 @@ pub fn symbol(cause: Cause) -> Option<char> {
         Cause::Starved => Some('s'),
         Cause::KvWait => Some('k'),
         Cause::Overhead => Some('o'),
+        Cause::Outage => Some('!'),
         Cause::Unattributed => Some('?'),
     }
 }

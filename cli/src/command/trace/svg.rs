@@ -43,7 +43,7 @@ text{font:12px system-ui,sans-serif;fill:#24292f}.h{font-size:16px;font-weight:6
 .bg{fill:#fff}.l{stroke:#d0d7de}.t{fill:#f6f8fa}g>rect:hover{opacity:.75}
 .g0{fill:#3567b5}.g1{fill:#1d7f74}.g2{fill:#7451b8}.g3{fill:#43802f}.g4{fill:#1f7da3}.g5{fill:#8b4f9f}.g6{fill:#5c6f8e}.g7{fill:#667d1f}
 .several{fill:#4b5563}.fill{fill:#d8dee4}.upstream{fill:#f2cc60}.hop{fill:#fb8f44}.back{fill:#e5534b}
-.starved{fill:url(#stripes)}.kv{fill:#f29bd3}.own{fill:#b99a7e}.unknown{fill:#24292f}.unknown+.m{fill:#fff}
+.starved{fill:url(#stripes)}.kv{fill:#f29bd3}.own{fill:#b99a7e}.unknown{fill:#24292f}.outage{fill:#b3261e}.unknown+.m,.outage+.m{fill:#fff}
 .s0{fill:#eaeef2}.s1{stroke:#8c959f}
 @media(prefers-color-scheme:dark){text{fill:#e6edf3}.q{fill:#9198a1}.bg{fill:#0d1117}.l{stroke:#3d444d}.t{fill:#151b23}
 .fill{fill:#3d444d}.fill+.m,.starved+.m{fill:#e6edf3}.upstream+.m,.hop+.m,.back+.m,.kv+.m,.own+.m{fill:#0d1117}
@@ -262,6 +262,7 @@ fn class(fill: Fill) -> &'static str {
         Fill::Idle(Cause::Starved) => "starved",
         Fill::Idle(Cause::KvWait) => "kv",
         Fill::Idle(Cause::Overhead) => "own",
+        Fill::Idle(Cause::Outage) => "outage",
         Fill::Idle(Cause::Unattributed) => "unknown",
     }
 }

@@ -21,7 +21,8 @@ use crate::contract::{Contract, ModelFacts};
 use crate::layout::{StageLayout, StageSpec};
 use crate::manifest::Manifest;
 use crate::pipeline::Device;
-use crate::pipeline::thread::{self, EVENTS_PER_STAGE, StageThread};
+use crate::pipeline::shelf::Key;
+use crate::pipeline::thread::{self, EVENTS_PER_STAGE, Home, StageThread};
 use crate::trace::Recorder;
 use crate::weights::LoadError;
 
@@ -80,7 +81,7 @@ impl Drop for Fetching {
 impl Session {
     /// Begins to look for the model.
     pub(super) fn prepare(&mut self, plan: Plan) {
-        self.release();
+        self.end_stages();
         let first = first_stage(&plan);
         match self.look(plan) {
             Ok(pending) => self.pending = Some(pending),
@@ -276,6 +277,12 @@ impl Session {
             fetching,
             loaded: 0,
             stop: Arc::default(),
+            home: Home {
+                shelf: Some(self.shelf.clone()),
+                after: plan.after,
+                boundary_log: plan.boundary_log,
+                closed: Arc::default(),
+            },
             threads: Vec::new(),
             events,
             counters: plan.tasks.iter().map(|_| Arc::default()).collect(),
@@ -286,8 +293,16 @@ impl Session {
             peers: Vec::new(),
             plan,
         };
-        let stages = layouts.into_iter().zip(checkpoints).zip(&pending.devices);
-        for (index, ((layout, checkpoint), device)) in stages.enumerate() {
+        let digest = Some(running.plan.contract.model.digest);
+        let stages: Vec<_> = layouts
+            .into_iter()
+            .zip(checkpoints)
+            .zip(&pending.devices)
+            .map(|((layout, checkpoint), device)| (Key::new(&checkpoint, digest, &layout, device), layout, checkpoint))
+            .collect();
+        let keys: Vec<Key> = stages.iter().map(|(key, ..)| key.clone()).collect();
+        self.shelf.keep_only(&keys);
+        for (index, ((key, layout, checkpoint), device)) in stages.into_iter().zip(&pending.devices).enumerate() {
             let (give, ports) = bounded(1);
             let thread = StageThread {
                 checkpoint,
@@ -298,6 +313,8 @@ impl Session {
                 counters: running.counters[index].clone(),
                 recorder: running.recorder.clone(),
                 epoch: running.epoch.clone(),
+                home: running.home.clone(),
+                key,
             };
             running.waiting.push(give);
             running.threads.push(thread.start(layout).map_err(refused)?);

@@ -9,6 +9,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
 
 use super::{Ask, Failure, Hear, HearProbe, Notice, Pipe, Probe, Reopen, ServiceError, Shared, Standing};
 use crate::head::{Event, Head, HeadError, Request, Turn};
+use crate::pipeline::{Past, Pipeline};
 use crate::schedule::{RequestId, Status};
 
 /// How long a turn waits for the pipe when nothing interrupts it.
@@ -63,7 +64,6 @@ impl View {
 
     fn failed(&mut self, failure: &Failure) {
         self.schedule = Status { pages: self.schedule.pages, ..Status::default() };
-        self.requests = 0;
         self.down = Some(failure.clone());
         self.last_failure = Some(failure.clone());
         self.failures += 1;
@@ -94,22 +94,30 @@ struct Probing {
     crossed: u64,
 }
 
-enum Pipeline {
-    Up(Box<Head>),
-    Down(Reopening),
-}
-
 /// How far the next pipeline is.
 struct Reopening {
     failure: Failure,
+    error: Arc<HeadError>,
+    past: Past,
     /// What is being opened.
-    next: Option<Receiver<Result<Head, String>>>,
+    next: Option<Receiver<Opened>>,
     wait: Duration,
     retry_at: Option<Instant>,
+    /// Whether what was asked waits for it.
+    is_awaited: bool,
+}
+
+/// What came of opening another pipeline; and who is asked for the next.
+struct Opened {
+    reopen: Reopen,
+    pipeline: Result<(Pipeline, String), String>,
 }
 
 pub(super) struct Driver {
-    pipeline: Pipeline,
+    head: Box<Head>,
+    /// Set while there is no pipeline.
+    down: Option<Reopening>,
+    /// Not there while it is asked.
     reopen: Option<Reopen>,
     asked: Receiver<Ask>,
     shared: Arc<Shared>,
@@ -119,8 +127,8 @@ pub(super) struct Driver {
 
 impl Driver {
     pub(super) fn new(head: Head, reopen: Option<Reopen>, asked: Receiver<Ask>, shared: Arc<Shared>) -> Driver {
-        let pipeline = Pipeline::Up(Box::new(head));
-        Driver { pipeline, reopen, asked, shared, running: HashMap::new(), probing: Vec::new() }
+        let (head, running) = (Box::new(head), HashMap::new());
+        Driver { head, down: None, reopen, asked, shared, running, probing: Vec::new() }
     }
 
     /// Until the service is stopped.
@@ -133,16 +141,15 @@ impl Driver {
             while let Ok(ask) = self.asked.try_recv() {
                 self.take(ask);
             }
-            let is_idle = match &mut self.pipeline {
-                Pipeline::Up(head) => {
-                    let mut events = Vec::new();
-                    let turned = head.turn(PATIENCE, &self.shared.interrupt, &mut |event| events.push(event));
-                    self.turned(turned, events)
-                }
-                Pipeline::Down(_) => {
-                    self.look_at_next();
-                    true
-                }
+            let mut events = Vec::new();
+            let is_idle = if self.down.is_none() {
+                let turned = self.head.turn(PATIENCE, &self.shared.interrupt, &mut |event| events.push(event));
+                self.turned(turned, events)
+            } else {
+                self.head.expire(&mut |event| events.push(event));
+                events.into_iter().for_each(|event| self.tell(event));
+                self.look_at_next();
+                true
             };
             if is_idle {
                 self.wait();
@@ -156,10 +163,10 @@ impl Driver {
         match self.asked.recv_timeout(IDLE) {
             Ok(ask) => self.take(ask),
             Err(RecvTimeoutError::Timeout) => {
-                if let Pipeline::Up(head) = &mut self.pipeline
-                    && let Err(error) = head.check()
+                if self.down.is_none()
+                    && let Err(error) = self.head.check()
                 {
-                    self.failed(&error, Vec::new());
+                    self.failed(error, Vec::new());
                 }
             }
             Err(RecvTimeoutError::Disconnected) => self.shared.stop.store(true, Ordering::Release),
@@ -180,12 +187,12 @@ impl Driver {
         if self.shared.draining.load(Ordering::Acquire) {
             return hear(Notice::Refused(ServiceError::Draining));
         }
-        let head = match &mut self.pipeline {
-            Pipeline::Up(head) => head,
-            Pipeline::Down(reopening) => return hear(Notice::Refused(reopening.failure.clone().into())),
-        };
+        let down = self.down.as_ref();
+        if let Some(reopening) = down.filter(|reopening| !reopening.is_awaited) {
+            return hear(Notice::Refused(reopening.failure.clone().into()));
+        }
         let answers_left = request.choices.max(1);
-        match head.submit(request) {
+        match self.head.submit(request) {
             Ok(id) => {
                 hear(Notice::Taken(id));
                 self.running.insert(id, Running { hear, gone, answers_left });
@@ -195,31 +202,28 @@ impl Driver {
     }
 
     fn probe(&mut self, within: Duration, hear: HearProbe) {
-        match &mut self.pipeline {
-            Pipeline::Up(head) => {
-                head.probe();
-                // One that is under way already may have passed stages that have failed since.
-                let under_way = u64::from(!self.probing.is_empty());
-                let (probes, crossed) = (head.probed() + 1 + under_way, head.crossed());
-                self.probing.push(Probing { since: Instant::now(), within, hear, probes, crossed });
-            }
-            Pipeline::Down(reopening) => hear(Err(reopening.failure.clone().into())),
+        if let Some(reopening) = &self.down {
+            return hear(Err(reopening.failure.clone().into()));
         }
+        self.head.probe();
+        // One that is under way already may have passed stages that have failed since.
+        let under_way = u64::from(!self.probing.is_empty());
+        let (probes, crossed) = (self.head.probed() + 1 + under_way, self.head.crossed());
+        self.probing.push(Probing { since: Instant::now(), within, hear, probes, crossed });
     }
 
     /// What a turn came to; true where there is nothing to do.
     fn turned(&mut self, turned: Result<Turn, HeadError>, events: Vec<Event>) -> bool {
         match turned {
             Err(error) if !error.is_cancelled() => {
-                self.failed(&error, events);
+                self.failed(error, events);
                 return false;
             }
             _ => events.into_iter().for_each(|event| self.tell(event)),
         }
         self.look_at_probes();
-        let Pipeline::Up(head) = &self.pipeline else { return false };
         let mut view = self.shared.view();
-        (view.schedule, view.requests) = (head.status(), head.running());
+        (view.schedule, view.requests) = (self.head.status(), self.head.running());
         matches!(turned, Ok(Turn::Idle))
     }
 
@@ -245,16 +249,13 @@ impl Driver {
             self.running.iter().filter(|(_, running)| is_gone(running)).map(|(request, _)| *request).collect();
         for request in gone {
             self.running.remove(&request);
-            if let Pipeline::Up(head) = &mut self.pipeline {
-                // Nobody wants to know.
-                head.cancel(request, &mut |_| {});
-            }
+            // Nobody wants to know.
+            self.head.cancel(request, &mut |_| {});
         }
     }
 
     fn look_at_probes(&mut self) {
-        let Pipeline::Up(head) = &self.pipeline else { return };
-        let now = Instant::now();
+        let (head, now) = (&self.head, Instant::now());
         for probing in std::mem::take(&mut self.probing) {
             let waited = now - probing.since;
             if head.probed() >= probing.probes {
@@ -270,87 +271,113 @@ impl Driver {
         }
         // One at a time is in the pipe.
         if self.probing.iter().any(|probing| probing.probes > head.probed()) && !head.is_probing() {
-            let Pipeline::Up(head) = &mut self.pipeline else { return };
-            head.probe();
+            self.head.probe();
         }
     }
 
     /// The pipeline has failed: everybody hears it, and the next one is opened.
-    fn failed(&mut self, error: &HeadError, events: Vec<Event>) {
-        let failure = Failure::of(error);
+    fn failed(&mut self, error: HeadError, events: Vec<Event>) {
+        let failure = Failure::of(&error);
         tracing::error!(reason = %failure.reason, "the pipeline is down");
+        let is_awaited = self.head.recovers() && self.reopen.is_some();
         // Whoever hears of it finds it in the view.
         self.shared.view().failed(&failure);
-        for running in self.running.values_mut() {
-            (running.hear)(Notice::Failed(failure.clone()));
+        if is_awaited {
+            events.into_iter().for_each(|event| self.tell(event));
+            self.tell_all(&Notice::Paused(failure.clone()));
+        } else {
+            self.give_up(&failure, events);
         }
-        events.into_iter().for_each(|event| self.tell(event));
-        self.running.clear();
         for probing in std::mem::take(&mut self.probing) {
             (probing.hear)(Err(failure.clone().into()));
         }
-        let reopening = Reopening { failure, next: None, wait: RETRY, retry_at: None };
-        let Pipeline::Up(head) = std::mem::replace(&mut self.pipeline, Pipeline::Down(reopening)) else { return };
-        self.open_next(Some(head));
+        // Its devices and workers are wanted again.
+        let past = self.head.suspend();
+        let (error, next) = (Arc::new(error), None);
+        self.down = Some(Reopening { failure, error, past, next, wait: RETRY, retry_at: None, is_awaited });
+        self.open_next();
     }
 
-    /// Begins to open another pipeline, once the dead one is gone: its devices and workers are wanted again.
-    fn open_next(&mut self, dead: Option<Box<Head>>) {
-        let Pipeline::Down(reopening) = &mut self.pipeline else { return };
-        let reopen = self.reopen.clone();
+    fn tell_all(&mut self, notice: &Notice) {
+        self.running.values_mut().for_each(|running| (running.hear)(notice.clone()));
+    }
+
+    /// What was asked ends with what there is of it.
+    fn give_up(&mut self, failure: &Failure, mut events: Vec<Event>) {
+        self.tell_all(&Notice::Failed(failure.clone()));
+        self.head.fail(&mut |event| events.push(event));
+        events.into_iter().for_each(|event| self.tell(event));
+        self.running.clear();
+        self.shared.view().requests = 0;
+    }
+
+    /// Begins to open another pipeline.
+    fn open_next(&mut self) {
+        let (Some(reopening), Some(mut reopen)) = (&mut self.down, self.reopen.take()) else { return };
         let (sender, next) = bounded(1);
-        let spawned = std::thread::Builder::new().name("reopen".to_owned()).spawn(move || {
-            drop(dead);
-            if let Some(reopen) = reopen {
-                // The service may have been stopped.
-                let _ = sender.send(reopen());
-            }
-        });
-        (reopening.retry_at, reopening.next) = match (&self.reopen, spawned) {
-            (None, _) => (None, None),
-            (Some(_), Ok(_)) => (None, Some(next)),
-            (Some(_), Err(_)) => (Some(Instant::now() + reopening.wait), None),
+        let (error, past) = (reopening.error.clone(), reopening.past.clone());
+        let open = move || {
+            let pipeline = reopen(&error, &past);
+            // The service may have been stopped.
+            let _ = sender.send(Opened { reopen, pipeline });
         };
+        reopening.retry_at = None;
+        reopening.next = Some(next);
+        if let Err(error) = std::thread::Builder::new().name("reopen".to_owned()).spawn(open) {
+            tracing::error!(%error, "the system starts no thread: no other pipeline will be opened");
+        }
     }
 
     fn look_at_next(&mut self) {
-        let Pipeline::Down(reopening) = &mut self.pipeline else { return };
-        let opened = match &reopening.next {
+        let Some(reopening) = &mut self.down else { return };
+        let pipeline = match &reopening.next {
             Some(next) => match next.try_recv() {
-                Ok(opened) => opened,
+                Ok(opened) => {
+                    self.reopen = Some(opened.reopen);
+                    opened.pipeline
+                }
                 Err(error) if error.is_empty() => return,
                 Err(_) => Err("opening the pipeline again panicked".to_owned()),
             },
             None => {
                 if reopening.retry_at.is_some_and(|at| at <= Instant::now()) {
-                    self.open_next(None);
+                    self.open_next();
                 }
                 return;
             }
         };
-        match opened {
-            Ok(head) => {
-                tracing::warn!("another pipeline runs in the place of the one that failed");
-                self.shared.view().reopened(&head);
-                self.pipeline = Pipeline::Up(Box::new(head));
-            }
+        match pipeline {
+            Ok((pipeline, text)) => self.reopened(pipeline, &text),
             Err(error) => {
                 tracing::error!(%error, "the pipeline could not be opened again");
                 reopening.next = None;
                 reopening.retry_at = Some(Instant::now() + reopening.wait);
                 reopening.wait = (reopening.wait * 2).min(RETRY_MAX);
+                if std::mem::take(&mut reopening.is_awaited) {
+                    let failure = reopening.failure.clone();
+                    self.give_up(&failure, Vec::new());
+                }
             }
         }
     }
 
+    /// Another pipeline is there: what was asked goes on.
+    fn reopened(&mut self, pipeline: Pipeline, text: &str) {
+        let mut events = Vec::new();
+        let rebuild = self.head.recover(pipeline, &mut |event| events.push(event));
+        tracing::warn!(tokens = rebuild.tokens, until = rebuild.until, "another pipeline runs, {text}");
+        self.down = None;
+        self.shared.view().reopened(&self.head);
+        self.tell_all(&Notice::Resumed(format!("{text}; {rebuild}")));
+        events.into_iter().for_each(|event| self.tell(event));
+    }
+
     /// Cancels what runs.
     fn end(mut self) {
-        if let Pipeline::Up(head) = &mut self.pipeline {
-            let mut events = Vec::new();
-            let running: Vec<RequestId> = self.running.keys().copied().collect();
-            running.into_iter().for_each(|request| head.cancel(request, &mut |event| events.push(event)));
-            events.into_iter().for_each(|event| self.tell(event));
-        }
+        let mut events = Vec::new();
+        let running: Vec<RequestId> = self.running.keys().copied().collect();
+        running.into_iter().for_each(|request| self.head.cancel(request, &mut |event| events.push(event)));
+        events.into_iter().for_each(|event| self.tell(event));
         for ask in self.asked.try_iter() {
             match ask {
                 Ask::Answer { mut hear, .. } => hear(Notice::Refused(ServiceError::Draining)),

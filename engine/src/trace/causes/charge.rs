@@ -53,7 +53,7 @@ enum Place {
 }
 
 /// Slots before those of the stages.
-const FIRST: usize = 7;
+const FIRST: usize = 8;
 
 impl Place {
     fn slot(self) -> usize {
@@ -65,6 +65,7 @@ impl Place {
             Place::State(HeadState::Waiting) => 4,
             Place::State(HeadState::KvWait) => 5,
             Place::State(HeadState::Idle) => 6,
+            Place::State(HeadState::Outage) => 7,
             Place::Hop(stage) => FIRST + 4 * stage,
             Place::Waiting(stage) => FIRST + 4 * stage + 1,
             Place::Computing(stage) => FIRST + 4 * stage + 2,
@@ -225,7 +226,9 @@ impl Board {
     /// Why there are fewer micro-batches than stages.
     fn missing(&self) -> Cause {
         let is = |state| self.count(Place::State(state)) > 0;
-        if is(HeadState::KvWait) {
+        if is(HeadState::Outage) {
+            Cause::Outage
+        } else if is(HeadState::KvWait) {
             Cause::KvWait
         } else if is(HeadState::Working) || is(HeadState::Waiting) || is(HeadState::Idle) {
             Cause::Starved

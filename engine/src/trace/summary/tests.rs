@@ -265,7 +265,18 @@ fn it_is_told_to_programs() {
     let names: Vec<&str> = shares.keys().map(String::as_str).collect();
     assert_eq!(
         names,
-        ["busy", "fill_drain", "upstream", "hop", "back_pressure", "starved", "kv_wait", "overhead", "unattributed"]
+        [
+            "busy",
+            "fill_drain",
+            "upstream",
+            "hop",
+            "back_pressure",
+            "starved",
+            "kv_wait",
+            "overhead",
+            "outage",
+            "unattributed"
+        ]
     );
     assert!(near(shares.values().filter_map(serde_json::Value::as_f64).sum(), 1.0, 1e-6));
     assert_eq!(found["actions"][0]["kind"], "requests");

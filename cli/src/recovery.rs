@@ -1,0 +1,361 @@
+//! Another pipeline in the place of one that lost a stage: on the same workers as soon as they are back, on another member of the
+//! cluster, or on those that are left.
+//!
+//! A worker that comes back has its weights on disk, and a process that was only out of reach may be back in a moment; another
+//! member needs about as long to load as the lost one did. So for that long the lost ones are waited for, and then another
+//! member is taken: that is at most twice what the better choice would have cost, whichever it was. Where there is no
+//! other, the lost ones have `--recover-wait`; then those that are left divide the layers, if their memories allow.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use pp_engine::head::{Event, Head, HeadError, HeadOptions};
+use pp_engine::pipeline::shelf::Shelf;
+use pp_engine::pipeline::{Device, Past, Pipeline, PipelineError};
+use pp_engine::tokenizer::Tokenizer;
+use pp_transport::identity::Name;
+use serde::Serialize;
+
+use crate::args::PipelineArgs;
+use crate::command::{self, Keep};
+use crate::output::Out;
+use crate::output::progress::Steps;
+use crate::plan::Plan;
+use crate::{cancel, errors};
+
+/// Between two looks for a worker.
+const AGAIN: Duration = Duration::from_millis(100);
+/// Pipelines that are tried in the place of one: workers may be lost meanwhile, too.
+const TRIES: usize = 5;
+
+/// What is wanted of a recovery.
+#[derive(Clone, Copy, Debug)]
+struct Wish {
+    /// How long lost workers are waited for.
+    wait: Duration,
+    /// How many other members may be taken at once.
+    spares: usize,
+}
+
+/// A plan, and what it takes to carry it out again.
+pub struct Recovery {
+    plan: Plan,
+    wish: Wish,
+    recovers: bool,
+    boundary_log: u64,
+    shelf: Arc<Shelf>,
+    /// Seconds that the slowest stage took to load.
+    load_seconds: f64,
+    /// Since when something is computed again, and how far that is.
+    rebuilding: Option<(Instant, Steps)>,
+    /// Pipelines that were sought since a token was last drawn, and tokens drawn then.
+    tries: usize,
+    drawn: u64,
+    /// Workers that are within reach and do not do what they should: the last to be asked again.
+    bad: Vec<Name>,
+    happened: Vec<Recovered>,
+    /// Whether the latest pipeline computes to the bit what the one before did.
+    is_same: bool,
+    out: Out,
+}
+
+/// A recovery, for reports.
+#[derive(Clone, Debug, Serialize)]
+pub struct Recovered {
+    /// What had failed.
+    pub error: String,
+    /// What took its place.
+    pub by: String,
+    /// Seconds from when that was noticed until another pipeline was there.
+    pub replaced_seconds: f64,
+    /// Tokens that were computed again.
+    pub tokens: usize,
+    /// The same times layers, of each stage.
+    pub layer_tokens: Vec<usize>,
+    /// Whether every layer is on a device of the same kind as before, so that what follows is what would have followed, to
+    /// the bit; else it may differ within rounding.
+    pub is_same: bool,
+    /// Seconds that this was predicted to take, …
+    pub predicted_seconds: Option<f64>,
+    /// … and took; null while it is under way.
+    pub rebuilt_seconds: Option<f64>,
+}
+
+impl Recovery {
+    /// Loads a plan's stages; returns the head, and the seconds it took.
+    ///
+    /// # Errors
+    /// As [`command::load`].
+    pub fn load(
+        plan: Plan,
+        args: &PipelineArgs,
+        options: HeadOptions,
+        tokenizer: Arc<Tokenizer>,
+        out: &Out,
+    ) -> Result<(Recovery, Head, f64)> {
+        let started = Instant::now();
+        let (recovers, boundary_log) = (!args.no_recover, args.boundary_log.as_u64());
+        let wish = Wish { wait: Duration::from_secs(args.recover_wait), spares: args.spares.unwrap_or(usize::MAX) };
+        plan.notes().iter().for_each(|note| out.note(note));
+        let shelf: Arc<Shelf> = Arc::default();
+        let pipeline =
+            command::open_pipeline(&plan, Keep { shelf: recovers.then_some(&shelf), past: None, boundary_log }, out)?;
+        let seconds = |report: &pp_engine::pipeline::StageReport| report.load_seconds;
+        let load_seconds = pipeline.reports().iter().map(seconds).fold(0.0, f64::max);
+        let options = HeadOptions { recovers, ..options };
+        let head = Head::new(pipeline, tokenizer, options);
+        let recovery = Recovery {
+            plan,
+            wish,
+            recovers,
+            boundary_log,
+            shelf,
+            load_seconds,
+            rebuilding: None,
+            tries: 0,
+            drawn: 0,
+            bad: Vec::new(),
+            happened: Vec::new(),
+            is_same: true,
+            out: *out,
+        };
+        Ok((recovery, head, started.elapsed().as_secs_f64()))
+    }
+
+    /// What has happened so far.
+    pub fn happened(&self) -> &[Recovered] {
+        &self.happened
+    }
+
+    /// The plan that runs.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Whether what failed is worth another pipeline.
+    pub fn is_for(&self, error: &HeadError) -> bool {
+        let HeadError::Pipeline(error) = error else { return false };
+        self.recovers && !error.is_cancelled() && !error.is_out_of_memory()
+    }
+
+    /// Goes on with another pipeline in the place of the head's, which failed with `error`. Where there is none, everything
+    /// that was asked ends.
+    ///
+    /// # Errors
+    /// What failed, and why nothing takes its place.
+    pub fn recover(&mut self, head: &mut Head, error: HeadError, say: &mut dyn FnMut(Event)) -> Result<()> {
+        let is_hopeless = self.tries == TRIES && self.drawn == head.drawn();
+        if !self.is_for(&error) || is_hopeless {
+            head.fail(say);
+            return Err(error.into());
+        }
+        self.tries = if self.drawn == head.drawn() { self.tries + 1 } else { 1 };
+        self.drawn = head.drawn();
+        self.out.note(&format!("{error}; looking for another pipeline"));
+        let started = Instant::now();
+        let past = head.suspend();
+        match self.replace(&error, &past) {
+            Ok((pipeline, text)) => {
+                let rebuild = head.recover(pipeline, say);
+                let replaced_seconds = started.elapsed().as_secs_f64();
+                self.out.note(&format!("{text} after {replaced_seconds:.1} s; {rebuild}"));
+                let layer_tokens = |(stage, layers): (usize, &usize)| layers * rebuild.of(stage);
+                self.happened.push(Recovered {
+                    error: error.to_string(),
+                    by: text,
+                    replaced_seconds,
+                    tokens: rebuild.tokens,
+                    layer_tokens: self.plan.counts.iter().enumerate().map(layer_tokens).collect(),
+                    is_same: self.is_same,
+                    predicted_seconds: rebuild.seconds,
+                    rebuilt_seconds: None,
+                });
+                self.rebuilding = Some((Instant::now(), Steps::new(&self.out, "rebuilt", "tokens")));
+                Ok(())
+            }
+            Err(why) if cancel::flag().load(Ordering::Relaxed) => {
+                head.fail(say);
+                Err(why)
+            }
+            Err(why) => {
+                head.fail(say);
+                Err(anyhow::Error::from(error).context(format!("no other pipeline: {why:#}")))
+            }
+        }
+    }
+
+    /// Shows how far it is what a recovery computes again.
+    pub fn tick(&mut self, head: &Head) {
+        let Some((since, steps)) = &mut self.rebuilding else { return };
+        let rebuild = head.rebuild();
+        steps.update(rebuild.done, rebuild.tokens);
+        if rebuild.is_over() {
+            steps.finish();
+            if let Some(last) = self.happened.last_mut() {
+                last.rebuilt_seconds = Some(since.elapsed().as_secs_f64());
+            }
+            if rebuild.tokens > 0 {
+                let predicted = rebuild.seconds.map_or(String::new(), |seconds| format!(" (predicted {seconds:.1} s)"));
+                let text = format!("rebuilt in {:.1} s{predicted}: the answers go on", since.elapsed().as_secs_f64());
+                self.out.note(&text);
+            }
+            self.rebuilding = None;
+        }
+    }
+
+    /// Another pipeline in the place of the one that failed with `error`; the head goes on with it once it recovers.
+    ///
+    /// # Errors
+    /// When there is none: why.
+    pub fn replace(&mut self, error: &HeadError, past: &Past) -> Result<(Pipeline, String)> {
+        if let HeadError::Pipeline(error @ (PipelineError::Wedged { .. } | PipelineError::Silent { .. })) = error {
+            self.distrust(error);
+        }
+        let before = kinds(&self.plan);
+        let mut last = None;
+        for _ in 0..TRIES {
+            let text = self.find(past)?;
+            let keep = Keep { shelf: Some(&self.shelf), past: Some(past), boundary_log: self.boundary_log };
+            match command::open_pipeline(&self.plan, keep, &self.out) {
+                Ok(pipeline) => {
+                    self.is_same = kinds(&self.plan) == before;
+                    let other =
+                        "; some layers are on another kind of device now, what follows may differ within rounding";
+                    let other = if self.is_same { "" } else { other };
+                    return Ok((pipeline, format!("{text}{other}")));
+                }
+                Err(error) if cancel::flag().load(Ordering::Relaxed) => return Err(error),
+                Err(error) => {
+                    self.out.note(&format!("{error:#}; trying again"));
+                    if let Some(error) = error.downcast_ref::<PipelineError>() {
+                        self.distrust(error);
+                    }
+                    last = Some(error);
+                }
+            }
+        }
+        Err(last.expect("it was tried"))
+    }
+
+    /// The worker that an error names, if it does, is let go of.
+    fn distrust(&mut self, error: &PipelineError) {
+        if let Some(worker) = error.stage().and_then(|stage| stage.worker.as_deref())
+            && let (Some(cluster), Ok(name)) = (&mut self.plan.cluster, worker.parse::<Name>())
+            // One that is gone may come back as it should be.
+            && !cluster.lost().contains(&name)
+        {
+            cluster.lose(&name);
+            self.bad.push(name);
+        }
+    }
+
+    /// Makes a plan whose workers are all there; says what it is.
+    fn find(&mut self, past: &Past) -> Result<String> {
+        let Some(cluster) = &mut self.plan.cluster else { return Ok("on the same devices".to_owned()) };
+        let (lost, leaving) = (cluster.lost(), cluster.leaving());
+        if lost.is_empty() {
+            return Ok(if leaving.is_empty() { "on the same workers".into() } else { self.move_away(&leaving, past) });
+        }
+        let started = Instant::now();
+        let is_bad = lost.iter().any(|name| self.bad.contains(name));
+        let before_others = self.wish.wait.min(Duration::from_secs_f64(self.load_seconds));
+        let why = loop {
+            if cancel::flag().load(Ordering::Relaxed) {
+                return Err(errors::cancelled());
+            }
+            let error = match self.regain(&lost) {
+                Ok(text) => return Ok(text),
+                Err(error) => error,
+            };
+            let waited = started.elapsed();
+            if (is_bad || waited >= before_others)
+                && let Some(text) = self.by_others(&lost)
+            {
+                return Ok(text);
+            }
+            if is_bad || waited >= self.wish.wait {
+                break error;
+            }
+            std::thread::sleep(AGAIN);
+        };
+        match self.without(&lost, past) {
+            Ok(text) => Ok(text),
+            Err(error) => {
+                // Who else is there?
+                self.bad.clear();
+                let gone = errors::worker(format!("{why:#}"));
+                Err(gone.context(format!("those that are left cannot do it: {error:#}")))
+            }
+        }
+    }
+
+    /// Lost workers, if they are back.
+    fn regain(&mut self, lost: &[Name]) -> Result<String> {
+        if let Some(name) = lost.iter().find(|name| self.bad.contains(name)) {
+            anyhow::bail!("{name} does not do what it should");
+        }
+        let cluster = self.plan.cluster.as_mut().expect("they are of one");
+        cluster.regain(lost)?;
+        self.plan.devices = cluster.renewed(&self.plan.devices)?;
+        Ok(format!("{} {} back", list(lost), if lost.len() == 1 { "is" } else { "are" }))
+    }
+
+    /// Other members in the places of some, if there are enough that can do it.
+    fn by_others(&mut self, lost: &[Name]) -> Option<String> {
+        let cluster = self.plan.cluster.as_mut().filter(|_| lost.len() <= self.wish.spares)?;
+        let others = cluster.others(lost.len());
+        if others.len() < lost.len() {
+            return None;
+        }
+        let names: Vec<Name> = others.iter().filter_map(|worker| worker.name().parse().ok()).collect();
+        match self.plan.with_others(lost, &others) {
+            Ok(()) => Some(format!("{} in the place of {}", list(&names), list(lost))),
+            Err(error) => {
+                self.out.note(&format!("{error:#}"));
+                self.plan.cluster.iter_mut().for_each(|cluster| cluster.forget(&names));
+                None
+            }
+        }
+    }
+
+    /// Makes a plan without workers that are being drained; where nobody else can do it they stay.
+    fn move_away(&mut self, leaving: &[Name], past: &Past) -> String {
+        if let Some(text) = self.by_others(leaving) {
+            return text;
+        }
+        self.without(leaving, past).unwrap_or_else(|error| {
+            let names = list(leaving);
+            format!("{names} stays until what runs is done, as those that are left cannot do it: {error:#}")
+        })
+    }
+
+    /// Divides the layers over the devices of all others.
+    fn without(&mut self, workers: &[Name], past: &Past) -> Result<String> {
+        let left: Vec<Device> = self.plan.devices.iter().filter(|device| !is_of(device, workers)).cloned().collect();
+        self.plan.over(left.clone()).or_else(|_| {
+            // Their stages will be others: what this machine's hold now is in the way.
+            past.settle();
+            self.shelf.keep_only(&[]);
+            self.plan.over(left)
+        })?;
+        Ok(format!("without {}, split {}", list(workers), pp_engine::split::join(&self.plan.counts)))
+    }
+}
+
+/// What computes each layer.
+fn kinds(plan: &Plan) -> Vec<(String, &'static str)> {
+    let kind = |device: &Device| (device.name(), device.profile().name);
+    let layers = plan.counts.iter().zip(&plan.devices);
+    layers.flat_map(|(count, device)| std::iter::repeat_n(kind(device), *count)).collect()
+}
+
+fn list(names: &[Name]) -> String {
+    names.iter().map(Name::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// Whether a device is one of these workers'.
+fn is_of(device: &Device, workers: &[Name]) -> bool {
+    device.worker().is_some_and(|name| workers.iter().any(|lost| lost.as_str() == name))
+}

@@ -1,0 +1,84 @@
+//! Another pipeline in the place of one that failed, and the answers go on.
+
+use super::{Event, FinishReason, Head};
+use crate::pipeline::{Past, Pipeline, StageReport};
+use crate::schedule::{Kept, Rebuild, RequestId};
+use crate::trace::HeadState;
+
+impl Head {
+    /// Ends the pipeline, which has failed or is to be another one, and says what the one in its place needs to know. What
+    /// was asked is kept, and more may be asked; nothing goes on until [`Head::recover`] or [`Head::fail`].
+    pub fn suspend(&mut self) -> Past {
+        if self.lost_at.is_none() {
+            self.lost("the pipeline is being replaced".to_owned());
+        }
+        let past = self.pipeline.close();
+        self.crossings.lost(self.in_flight.iter().any(|flight| flight.is_probe));
+        self.in_flight.clear();
+        self.unmeasured.clear();
+        past
+    }
+
+    /// Whether what was asked is kept when the pipeline fails.
+    pub fn recovers(&self) -> bool {
+        self.options.recovers
+    }
+
+    /// Since when nothing is to be expected of the pipeline.
+    pub(super) fn lost(&mut self, reason: String) {
+        let now = self.recorder.now();
+        let waits = self.pipeline.in_flight() > 0;
+        let doing = if self.running.is_empty() { HeadState::Idle } else { HeadState::Working };
+        self.recorder.state(doing, self.accounted, now);
+        self.accounted = now;
+        self.lost_at = Some(if waits { self.recorder.at(self.pipeline.heard()).min(now) } else { now });
+        self.down = Some(reason);
+    }
+
+    /// Goes on with another pipeline in the place of the one that was suspended. What its stages do not have any more of
+    /// the running sequences is computed again: what is returned, and [`Head::rebuild`] says how far that is. Tokens that
+    /// were drawn stay as they are. Requests that the new pipeline has no room for end ([`FinishReason::Failed`]).
+    ///
+    /// # Panics
+    /// When the pipeline before was not suspended.
+    pub fn recover(&mut self, pipeline: Pipeline, say: &mut dyn FnMut(Event)) -> Rebuild {
+        let lost_at = self.lost_at.take().expect("the pipeline before was suspended");
+        let kept = |report: &StageReport| Kept { pages: report.kept, boundary: report.boundary.clone() };
+        let kept: Vec<Kept> = pipeline.reports().iter().map(kept).collect();
+        let limits = self.options.limits(&pipeline);
+        self.recorder = pipeline.recorder().clone();
+        self.accounted = self.recorder.now();
+        self.recorder.outage(lost_at, self.accounted);
+        let rebuild = self.scheduler.recover(limits, pipeline.shares().to_vec(), &kept);
+        self.stays = pipeline.leaving().is_some();
+        self.pipeline = pipeline;
+        self.down = None;
+        for request in self.scheduler.too_long() {
+            self.end(request, FinishReason::Failed, say);
+            self.scheduler.cancel(request);
+        }
+        rebuild
+    }
+
+    /// What the latest recovery computes again, and how far it is.
+    pub fn rebuild(&self) -> Rebuild {
+        self.scheduler.rebuild()
+    }
+
+    /// Ends everything that was asked: there will be no other pipeline for it.
+    pub fn fail(&mut self, say: &mut dyn FnMut(Event)) {
+        let running: Vec<RequestId> = self.running.keys().copied().collect();
+        for request in running {
+            self.end(request, FinishReason::Failed, say);
+            self.scheduler.cancel(request);
+        }
+        self.in_flight.clear();
+    }
+
+    /// Ends the requests whose deadline has passed, while there is no pipeline.
+    pub fn expire(&mut self, say: &mut dyn FnMut(Event)) {
+        for request in self.scheduler.expire(self.recorder.now()) {
+            self.end(request, FinishReason::Deadline, say);
+        }
+    }
+}

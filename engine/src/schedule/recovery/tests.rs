@@ -1,0 +1,295 @@
+//! Stages are lost at every moment of a mixed workload, under seeds: the tokens are those of nobody being lost.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::random::Random;
+use crate::schedule::{Job, Status};
+use crate::sim::Model;
+use crate::sim::toy::Toy;
+
+const VOCAB: u32 = 500;
+
+fn limits(stages: usize, pages: usize, prefix_cache: bool) -> Limits {
+    Limits {
+        stages,
+        sequences: 4,
+        batch_tokens: 48,
+        outputs: 8,
+        pages,
+        context: 256,
+        in_flight: 2 * stages + 1,
+        queue: 100,
+        prefix_cache,
+        groups: None,
+    }
+}
+
+/// A micro-batch on its way.
+struct Moving {
+    batch: Batch,
+    data: Vec<u64>,
+}
+
+/// A scheduler and stages that compute one micro-batch after the other, whichever is asked to.
+struct Pipe {
+    scheduler: Scheduler,
+    toy: Toy,
+    /// In front of each stage, and of the head.
+    queues: Vec<VecDeque<Moving>>,
+    answers: BTreeMap<Choice, Vec<u32>>,
+    wanted: BTreeMap<RequestId, usize>,
+    /// Tokens that each stage has computed since the latest loss.
+    computed: Vec<usize>,
+}
+
+impl Pipe {
+    fn new(limits: Limits) -> Pipe {
+        Pipe {
+            toy: Toy::new(limits.stages, limits.pages),
+            queues: (0..=limits.stages).map(|_| VecDeque::new()).collect(),
+            answers: BTreeMap::new(),
+            wanted: BTreeMap::new(),
+            computed: vec![0; limits.stages],
+            scheduler: Scheduler::new(limits),
+        }
+    }
+
+    fn ask(&mut self, prompt: Vec<u32>, choices: u32, count: usize) {
+        let request = self.scheduler.submit(Job { prompt, choices, deadline: None }, 0).unwrap();
+        self.wanted.insert(request, count);
+        (0..choices).for_each(|index| drop(self.answers.insert(Choice { request, index }, Vec::new())));
+    }
+
+    /// Sends whatever there is to send.
+    fn send(&mut self) {
+        while let Next::Send(batch) = self.scheduler.next(0) {
+            self.queues[0].push_back(Moving { batch, data: Vec::new() });
+        }
+    }
+
+    /// A stage, or the head, does what came first; false where nothing did.
+    fn advance(&mut self, place: usize) -> bool {
+        let Some(mut moving) = self.queues[place].pop_front() else { return false };
+        let stages = self.computed.len();
+        if place < stages {
+            let (from, until) = (moving.batch.from, moving.batch.until);
+            if from.is_none_or(|from| place > from) && until.is_none_or(|until| place <= until) {
+                self.computed[place] += moving.batch.parts.iter().map(|part| part.ids.len()).sum::<usize>();
+            }
+            moving.data = self.toy.forward(place, &moving.batch, moving.data);
+            self.queues[place + 1].push_back(moving);
+            return true;
+        }
+        let choices = self.scheduler.answered();
+        assert_eq!(choices.len(), moving.data.len(), "as many results as draws");
+        for (choice, value) in choices.into_iter().zip(moving.data) {
+            let Some(choice) = choice else { continue };
+            let answer = self.answers.get_mut(&choice).unwrap();
+            let token = (value % u64::from(VOCAB)) as u32;
+            answer.push(token);
+            let is_last = answer.len() == self.wanted[&choice.request];
+            self.scheduler.drawn(choice, token, is_last);
+        }
+        true
+    }
+
+    /// Stages that know nothing take the places of these, in a pipeline of the same limits; the others have kept what they
+    /// handed on of these pages.
+    fn lose(&mut self, lost: &[usize], logged: std::ops::Range<u32>) -> Rebuild {
+        self.queues.iter_mut().for_each(VecDeque::clear);
+        self.toy.forget_sequences();
+        lost.iter().for_each(|stage| self.toy.lose(*stage));
+        self.computed.fill(0);
+        let boundary: Vec<(u32, u32)> = logged.map(|page| (page, u32::MAX)).collect();
+        let kept = |stage: usize| Kept { pages: !lost.contains(&stage), boundary: boundary.clone() };
+        let kept: Vec<Kept> = (0..self.computed.len()).map(kept).collect();
+        let limits = *self.scheduler.limits();
+        self.scheduler.recover(limits, Vec::new(), &kept)
+    }
+
+    /// Until all is answered, whatever comes first; `moments` many steps at most. Says whether all is.
+    fn go_on(&mut self, random: &mut Random, moments: usize) -> bool {
+        for _ in 0..moments {
+            self.send();
+            let first = random.between(0, self.queues.len() - 1);
+            let places = self.queues.len();
+            if !(0..places).any(|i| self.advance((first + i) % places)) {
+                assert!(matches!(self.scheduler.next(0), Next::Idle), "it stands still: {:?}", self.scheduler.status());
+                return true;
+            }
+        }
+        false
+    }
+}
+
+/// Prompts that begin alike, short and long ones, one with two answers: what each is alone.
+fn workload(random: &mut Random) -> Vec<(Vec<u32>, u32, usize)> {
+    let common: Vec<u32> = (0..70).map(|i| i * 7 % VOCAB).collect();
+    (0..6u32)
+        .map(|i| {
+            let own = random.between(1, 60) as u32;
+            let begin = if i % 2 == 0 { &common[..] } else { &[][..] };
+            let prompt = begin.iter().copied().chain((0..own).map(|j| (i * 31 + j * 3) % VOCAB)).collect();
+            (prompt, 1 + u32::from(i == 3), random.between(1, 40))
+        })
+        .collect()
+}
+
+fn check(pipe: &Pipe, stages: usize, work: &[(Vec<u32>, u32, usize)]) {
+    for (choice, answer) in &pipe.answers {
+        let (prompt, _, count) = &work[choice.request.0 as usize - 1];
+        assert_eq!(*answer, Toy::alone(stages, prompt, *count, VOCAB), "{choice:?}");
+    }
+    let Status { running, waiting, held_pages, in_flight, .. } = pipe.scheduler.status();
+    assert_eq!((running, waiting, held_pages, in_flight), (0, 0, 0, 0), "nothing is left");
+}
+
+fn asked(limits: Limits, work: &[(Vec<u32>, u32, usize)]) -> Pipe {
+    let mut pipe = Pipe::new(limits);
+    work.iter().for_each(|(prompt, choices, count)| pipe.ask(prompt.clone(), *choices, *count));
+    pipe
+}
+
+/// T11 in the abstract: every stage is lost at every moment.
+#[test]
+fn t11_a_stage_that_is_lost_at_any_moment_changes_no_token() {
+    let stages = 3;
+    let work = workload(&mut Random::new(5));
+    let mut moments = 0;
+    for stage in 0..stages {
+        for moment in 0.. {
+            let mut random = Random::new(77);
+            let mut pipe = asked(limits(stages, 24, true), &work);
+            if pipe.go_on(&mut random, moment) {
+                break;
+            }
+            let rebuild = pipe.lose(&[stage], 0..0);
+            assert_eq!(rebuild.until, if rebuild.tokens > 0 { stage } else { rebuild.until });
+            while pipe.scheduler.is_restoring() || !pipe.scheduler.rebuild().is_over() {
+                assert!(!pipe.go_on(&mut random, 1), "nothing ends before it is restored");
+                assert!(pipe.computed[stage + 1..].iter().all(|tokens| *tokens <= pipe.computed[stage]));
+            }
+            assert!(pipe.go_on(&mut random, 100_000));
+            check(&pipe, stages, &work);
+            moments += 1;
+        }
+    }
+    assert!(moments > 300, "{moments} moments");
+}
+
+/// What was computed behind a lost stage is not computed again, and each page is restored once.
+#[test]
+fn only_what_was_lost_is_computed_again() {
+    let prompt: Vec<u32> = (0..100).collect();
+    let mut pipe = asked(limits(4, 64, true), &[]);
+    let mut random = Random::new(1);
+    for own in 0..3 {
+        pipe.ask(prompt.iter().copied().chain([200 + own; 5]).collect(), 1, 30);
+        // The first has filled what the others share before they come.
+        while pipe.answers.values().all(Vec::is_empty) {
+            assert!(!pipe.go_on(&mut random, 1));
+        }
+    }
+    while pipe.answers.values().any(|answer| answer.len() < 8) {
+        assert!(!pipe.go_on(&mut random, 1));
+    }
+    let written: usize = pipe.answers.values().map(|answer| 105 + answer.len() - 1).sum();
+    let rebuild = pipe.lose(&[1], 0..0);
+    // Three full pages are shared; what was on its way is computed as it would have been.
+    assert!(rebuild.tokens <= written - 2 * 96 && rebuild.tokens > written - 2 * 96 - 3, "{rebuild:?}, {written}");
+    assert_eq!((rebuild.sequences, rebuild.until), (3, 1));
+    pipe.send();
+    while !pipe.scheduler.rebuild().is_over() {
+        for place in 0..5 {
+            pipe.advance(place);
+        }
+        pipe.send();
+    }
+    let decoded = pipe.computed[3];
+    assert!(pipe.computed[2] <= decoded + 3, "{:?}", pipe.computed);
+    assert!(pipe.go_on(&mut random, 100_000));
+    // Behind the lost stage the rest of the answers was computed, and nothing else.
+    let rest: usize = pipe.answers.values().map(|answer| answer.len()).sum::<usize>() + 3 * 105 - 3 - written;
+    assert!(pipe.computed[3] >= rest && pipe.computed[3] <= rest + 3, "{:?}, {rest}", pipe.computed);
+    assert_eq!(pipe.computed[3], pipe.computed[2]);
+    assert_eq!(pipe.computed[0], pipe.computed[1]);
+    assert_eq!(pipe.computed[1], pipe.computed[2] + rebuild.tokens);
+}
+
+/// Where the stage before the lost one has kept what it handed on, those before compute nothing again.
+#[test]
+fn what_was_handed_on_need_not_be_computed_again() {
+    let mut pipe = asked(limits(4, 64, true), &[]);
+    pipe.ask((0..100).collect(), 1, 30);
+    let mut random = Random::new(1);
+    while pipe.answers.values().any(|answer| answer.len() < 8) {
+        assert!(!pipe.go_on(&mut random, 1));
+    }
+    let rebuild = pipe.lose(&[2], 0..64);
+    assert_eq!((rebuild.from, rebuild.logged, rebuild.tokens), (Some(1), 107, 107));
+    assert_eq!((0..4).map(|stage| rebuild.of(stage)).collect::<Vec<_>>(), [0, 0, 107, 0]);
+    assert!(pipe.go_on(&mut random, 100_000));
+    assert_eq!(pipe.computed, [22, 22, 129, 22]);
+    check(&pipe, 4, &[((0..100).collect(), 1, 30)]);
+}
+
+#[test]
+fn a_pipeline_with_other_pages_begins_again_and_says_what_does_not_fit() {
+    let mut pipe = asked(limits(2, 24, true), &[]);
+    pipe.ask((0..90).collect(), 1, 20);
+    pipe.ask((0..20).collect(), 1, 20);
+    let mut random = Random::new(3);
+    assert!(!pipe.go_on(&mut random, 40));
+    pipe.queues.iter_mut().for_each(VecDeque::clear);
+    let smaller = Limits { stages: 1, in_flight: 3, pages: 2, ..limits(1, 2, true) };
+    pipe.scheduler.recover(smaller, Vec::new(), &[Kept::default()]);
+    let too_long = pipe.scheduler.too_long();
+    assert_eq!(too_long, [RequestId(1)]);
+    too_long.into_iter().for_each(|request| pipe.scheduler.cancel(request));
+    (pipe.toy, pipe.computed) = (Toy::new(1, 2), vec![0]);
+    pipe.queues.truncate(2);
+    // One stage computes other tokens than two: what is committed stays.
+    let before = pipe.answers.clone();
+    assert!(pipe.go_on(&mut random, 100_000));
+    let choice = Choice { request: RequestId(2), index: 0 };
+    assert_eq!(pipe.answers[&choice].len(), 20);
+    assert!(pipe.answers[&choice].starts_with(&before[&choice]));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+
+    /// Several losses, of several stages, also while what an earlier one took is restored; short of pages or not; with
+    /// cancellation in between.
+    #[test]
+    fn losses_upon_losses_change_no_token(
+        seed in any::<u64>(),
+        stages in 1usize..5,
+        pages in 8usize..40,
+        prefix_cache in any::<bool>(),
+        losses in prop::collection::vec((1usize..120, prop::collection::vec(0usize..5, 0..3)), 1..6),
+        cancelled in prop::option::of(1u64..7),
+        logged in 0u32..40,
+    ) {
+        let mut random = Random::new(seed);
+        let work = workload(&mut random);
+        let mut pipe = asked(limits(stages, pages, prefix_cache), &work);
+        for (at, (moments, lost)) in losses.iter().enumerate() {
+            let ended = pipe.go_on(&mut random, *moments);
+            if at == 1 && let Some(request) = cancelled {
+                pipe.scheduler.cancel(RequestId(request));
+                pipe.answers.retain(|choice, answer| {
+                    choice.request != RequestId(request) || answer.len() == pipe.wanted[&choice.request]
+                });
+            }
+            let lost: Vec<usize> = lost.iter().map(|stage| stage % stages).collect();
+            let rebuild = pipe.lose(&lost, logged..40);
+            prop_assert!(!ended || rebuild.tokens == 0);
+        }
+        prop_assert!(pipe.go_on(&mut random, 1_000_000));
+        check(&pipe, stages, &work);
+    }
+}
