@@ -255,7 +255,17 @@ impl Scheduler {
             computing.iter().map(|stage| stage.step(tokens as f64) + stage.attention * seen).collect()
         };
         let Some((begin, rest)) = batches.split_first() else { return Some(0.0) };
-        let slowest = |batch| seconds(batch).into_iter().fold(0.0, f64::max);
+        // What several compute on is busy with the work of all of them.
+        let shared = |times: &[f64]| {
+            let skipped = stages.len() - times.len();
+            let time = |stage: usize| stage.checked_sub(skipped).and_then(|at| times.get(at)).copied().unwrap_or(0.0);
+            let busy = |share: &Share| share.seconds(time);
+            costs.shares.iter().map(busy).fold(0.0, f64::max)
+        };
+        let slowest = |batch| {
+            let times = seconds(batch);
+            times.iter().copied().fold(shared(&times), f64::max)
+        };
         Some(costs.overhead + seconds(begin).iter().sum::<f64>() + rest.iter().map(slowest).sum::<f64>())
     }
 
