@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::health;
+use super::whole::Inventory;
 use crate::backend::DeviceLimits;
 use crate::calibrate::{Calibration, Shape};
 use crate::contract::{Build, Contract};
@@ -19,7 +20,7 @@ use crate::weights::{LoadError, LoadProgress};
 use crate::worker::WorkerError;
 
 /// Version of the messages. Ends of different versions refuse each other in words.
-pub const CONTROL_VERSION: u32 = 2;
+pub const CONTROL_VERSION: u32 = 3;
 /// Largest message: a signed member list, a block for measuring the bandwidth, or a manifest and who asks for tensors.
 pub const MESSAGE_BYTES_MAX: usize = (1 << 20) + (64 << 10);
 const _: () = assert!(MESSAGE_BYTES_MAX >= MANIFEST_BYTES_MAX + (64 << 10));
@@ -204,6 +205,8 @@ pub enum ToWorker {
     Measure(u64, u64),
     /// What does a model of that shape take on that device? Measured now, if it was not before.
     Calibrate(String, Box<Shape>),
+    /// What is the model made of that is called so there? Its files may be asked for then, on a link of this session.
+    Whole(u64, String),
 }
 
 /// What a stage has done, in short.
@@ -266,6 +269,8 @@ pub enum ToHead {
     Health(Box<health::Health>),
     /// What a device takes, or why that is not known.
     Calibrated(Result<Box<Calibration>, String>),
+    /// A model's files; nothing where there is no model of that name.
+    Whole(Result<Option<Box<Inventory>>, String>),
 }
 
 /// Why a message is refused.

@@ -17,7 +17,8 @@ use thiserror::Error;
 
 use super::clock::Alignment;
 use super::control::{self, ControlError, DeviceInfo, Greeting, Holder, Plan, Purpose, ToHead, ToWorker, Welcome};
-use super::{control_limits, health, measure, weights};
+use super::whole::Inventory;
+use super::{control_limits, health, measure, weights, whole};
 use crate::backend::DeviceLimits;
 use crate::calibrate::{Calibration, Shape};
 use crate::contract::{Build, Contract};
@@ -283,9 +284,33 @@ impl Worker {
         Ok(Box::new(self.peer.open(measure::id(session), measure::limits(payload_bytes))))
     }
 
-    fn other_answer(&self) -> LeaseError {
-        let error = ControlError::Malformed { message: "an answer to another question".to_owned() };
+    /// The model that is called so there, and a link on which its files come ([`super::whole::fetch`]). Where nobody has
+    /// asked for it before, the worker reads all of it first.
+    ///
+    /// # Errors
+    /// [`LeaseError::Refused`] with its reason, and when it does not answer or `cancel` is set.
+    pub fn whole(&self, name: &str, cancel: &AtomicBool) -> Result<Option<(Inventory, Box<dyn Port>)>, LeaseError> {
+        let session = draw();
+        match self.ask_within(&ToWorker::Whole(session, name.to_owned()), whole::PATIENCE, cancel)? {
+            ToHead::Whole(Ok(None)) => Ok(None),
+            ToHead::Whole(Ok(Some(found))) => {
+                let malformed = |message| ControlError::Malformed { message };
+                found.check().map_err(|message| self.control_error(malformed(message)))?;
+                Ok(Some((*found, Box::new(self.peer.open(whole::id(session), weights::limits())))))
+            }
+            ToHead::Whole(Err(reason)) | ToHead::Done(Err(reason)) => {
+                Err(LeaseError::Refused { worker: self.name.clone(), reason })
+            }
+            _ => Err(self.other_answer()),
+        }
+    }
+
+    fn control_error(&self, error: ControlError) -> LeaseError {
         LeaseError::Control { worker: self.name.clone(), error }
+    }
+
+    fn other_answer(&self) -> LeaseError {
+        self.control_error(ControlError::Malformed { message: "an answer to another question".to_owned() })
     }
 
     /// A question and its answer, one at a time.
@@ -423,7 +448,7 @@ impl Shared {
         match message {
             ToHead::Pong(sent, there) => return locked(&self.alignment).add(sent, there, back),
             ToHead::Welcome(_) | ToHead::Busy(_) | ToHead::Draining => return,
-            ToHead::Done(_) | ToHead::Echo(_) | ToHead::Health(_) | ToHead::Calibrated(_) => {
+            ToHead::Done(_) | ToHead::Echo(_) | ToHead::Health(_) | ToHead::Calibrated(_) | ToHead::Whole(_) => {
                 *locked(&self.answer) = Some(message);
                 return self.answered.notify_all();
             }

@@ -17,6 +17,7 @@ use pp_transport::{LinkId, LinkLimits, Port, PortError};
 use super::control::{self, Beat, ECHO_BYTES_MAX, Neighbour, Plan, SPANS_MAX, Task, ToHead, ToWorker};
 use super::health::MODELS_MAX;
 use super::measure::Serving;
+use super::whole::Giving;
 use super::worker::Server;
 use crate::calibrate::Shape;
 use crate::checkpoint::Checkpoint;
@@ -49,6 +50,7 @@ pub(super) struct Session {
     running: Option<Running>,
     lending: Option<Lending>,
     measuring: Option<Serving>,
+    giving: Option<Giving>,
     /// Set when the visit ends: whoever measures stops.
     ended: Arc<AtomicBool>,
 }
@@ -108,6 +110,7 @@ impl Session {
             running: None,
             lending: None,
             measuring: None,
+            giving: None,
             ended: Arc::default(),
         }
     }
@@ -207,6 +210,13 @@ impl Session {
             }
             ToWorker::Release => {}
             ToWorker::Calibrate(device, shape) => self.calibrate(device, *shape),
+            ToWorker::Whole(session, name) => {
+                self.giving = None;
+                match Giving::start(&self.server, &self.control, session, name) {
+                    Ok(giving) => self.giving = Some(giving),
+                    Err(error) => self.say(&ToHead::Whole(Err(error.to_string()))),
+                }
+            }
             ToWorker::Greeting(_)
             | ToWorker::Echo(_)
             | ToWorker::Prepare(_)
