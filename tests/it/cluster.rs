@@ -12,4 +12,5 @@ mod namespaces;
 mod net_bench;
 mod paced;
 pub mod processes;
+mod pull;
 mod weights;
