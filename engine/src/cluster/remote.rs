@@ -17,7 +17,7 @@ use thiserror::Error;
 
 use super::clock::Alignment;
 use super::control::{self, ControlError, DeviceInfo, Greeting, Holder, Plan, Purpose, ToHead, ToWorker, Welcome};
-use super::whole::Inventory;
+use super::whole::Offered;
 use super::{control_limits, health, measure, weights, whole};
 use crate::backend::DeviceLimits;
 use crate::calibrate::{Calibration, Shape};
@@ -284,19 +284,20 @@ impl Worker {
         Ok(Box::new(self.peer.open(measure::id(session), measure::limits(payload_bytes))))
     }
 
-    /// The model that is called so there, and a link on which its files come ([`super::whole::fetch`]). Where nobody has
+    /// The model that is called so there, if there is any. Where nobody has
     /// asked for it before, the worker reads all of it first.
     ///
     /// # Errors
     /// [`LeaseError::Refused`] with its reason, and when it does not answer or `cancel` is set.
-    pub fn whole(&self, name: &str, cancel: &AtomicBool) -> Result<Option<(Inventory, Box<dyn Port>)>, LeaseError> {
+    pub fn whole(&self, name: &str, cancel: &AtomicBool) -> Result<Option<Offered>, LeaseError> {
         let session = draw();
         match self.ask_within(&ToWorker::Whole(session, name.to_owned()), whole::PATIENCE, cancel)? {
             ToHead::Whole(Ok(None)) => Ok(None),
             ToHead::Whole(Ok(Some(found))) => {
                 let malformed = |message| ControlError::Malformed { message };
                 found.check().map_err(|message| self.control_error(malformed(message)))?;
-                Ok(Some((*found, Box::new(self.peer.open(whole::id(session), weights::limits())))))
+                let port = Box::new(self.peer.open(whole::id(session), weights::limits()));
+                Ok(Some(Offered { inventory: *found, port }))
             }
             ToHead::Whole(Err(reason)) | ToHead::Done(Err(reason)) => {
                 Err(LeaseError::Refused { worker: self.name.clone(), reason })

@@ -116,6 +116,14 @@ fn is_plain(name: &str) -> bool {
     (1..=NAME_BYTES_MAX).contains(&name.len()) && !name.starts_with('.') && !name.contains(['/', '\\', '\0'])
 }
 
+/// A model that a worker would give.
+pub struct Offered {
+    /// What it is made of.
+    pub inventory: Inventory,
+    /// The link on which its files come ([`fetch`]).
+    pub port: Box<dyn Port>,
+}
+
 /// A model that a host has.
 #[derive(Clone, Debug)]
 pub struct Whole {

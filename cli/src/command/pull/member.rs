@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use pp_engine::cluster::control::Purpose;
-use pp_engine::cluster::remote::Worker;
-use pp_engine::cluster::whole::{self, FetchError, Inventory};
+use pp_engine::cluster::remote::{LeaseError, Worker};
+use pp_engine::cluster::whole::{self, FetchError, Inventory, Offered};
 use pp_engine::digest::{Digest, DigestError, Digests};
 use pp_engine::tensor_cache::TensorCache;
 use pp_transport::Port;
@@ -41,7 +41,7 @@ pub(super) fn pull(here: &Here, name: &str, from: Option<&str>, out: &Out) -> Re
             return Err(errors::cancelled());
         }
         match found {
-            Ok(Some((worker, (inventory, port)))) => {
+            Ok(Some((worker, Offered { inventory, port }))) => {
                 let wanted = Wanted { name, worker: worker.name(), inventory, out };
                 return wanted.get(port).map(Ok);
             }
@@ -53,10 +53,8 @@ pub(super) fn pull(here: &Here, name: &str, from: Option<&str>, out: &Out) -> Re
     Ok(Err(said))
 }
 
-type Found = (Inventory, Box<dyn Port>);
-
 /// What a worker has of that name. It may take a while, which is told.
-fn ask(worker: &Worker, name: &str, out: &Out) -> Result<Option<Found>, pp_engine::cluster::remote::LeaseError> {
+fn ask(worker: &Worker, name: &str, out: &Out) -> Result<Option<Offered>, LeaseError> {
     std::thread::scope(|scope| {
         let (done, waiting) = mpsc::channel::<()>();
         scope.spawn(move || {
