@@ -160,6 +160,7 @@ impl Giving {
             // A head that is gone is noticed by the listener.
             let _ = control.send_frame(control::encode(&ToHead::Whole(answer)));
             if !files.is_empty() {
+                tracing::info!(name, to = %control.peer().name, "gives a model whole");
                 weights::answer_all(&mut port, &stopped, &mut |ask| piece(&files, ask));
             }
         };
@@ -224,8 +225,8 @@ pub enum FetchError {
     Io { file: String, folder: PathBuf, source: std::io::Error },
 }
 
-/// Gets the files of a model into `folder`, called by their digests, and returns how many bytes came. `go_on` hears how
-/// many are there, and returns false to stop.
+/// Gets the files of a model into `folder`, called by their digests, but for those that are `there` already, and returns how
+/// many bytes came. `go_on` hears how many are at hand, and returns false to stop.
 ///
 /// # Errors
 /// [`FetchError`].
@@ -233,9 +234,10 @@ pub fn fetch(
     inventory: &Inventory,
     port: &mut dyn Port,
     folder: &TensorCache,
+    there: &HashSet<Digest>,
     go_on: &mut dyn FnMut(u64) -> bool,
 ) -> Result<u64, FetchError> {
-    let mut taking = Taking { inventory, port, folder, go_on, before: 0, received: 0 };
+    let mut taking = Taking { inventory, port, folder, there, go_on, before: 0, received: 0 };
     taking.look_for_room()?;
     for place in 0..inventory.files.len() {
         taking.file(place)?;
@@ -248,6 +250,7 @@ struct Taking<'a> {
     inventory: &'a Inventory,
     port: &'a mut dyn Port,
     folder: &'a TensorCache,
+    there: &'a HashSet<Digest>,
     go_on: &'a mut dyn FnMut(u64) -> bool,
     /// Bytes of files that are done.
     before: u64,
@@ -258,7 +261,7 @@ struct Taking<'a> {
 impl Taking<'_> {
     /// What does not fit is better known before anything comes.
     fn look_for_room(&mut self) -> Result<(), FetchError> {
-        let missing = |file: &&Item| self.folder.there_bytes(&file.digest) < file.bytes;
+        let missing = |file: &&Item| self.missing(file) > 0;
         let Some(first) = self.inventory.files.iter().find(missing) else { return Ok(()) };
         let made = std::fs::create_dir_all(self.folder.folder());
         let free = made.and_then(|()| self.folder.free_bytes()).map_err(|error| self.io(&first.name, error))?;
@@ -269,7 +272,12 @@ impl Taking<'_> {
     fn needed(&self) -> u64 {
         let mut seen = HashSet::new();
         let files = self.inventory.files.iter().filter(|file| seen.insert(file.digest));
-        files.map(|file| file.bytes.saturating_sub(self.folder.there_bytes(&file.digest))).sum()
+        files.map(|file| self.missing(file)).sum()
+    }
+
+    fn missing(&self, file: &Item) -> u64 {
+        let is_there = self.there.contains(&file.digest);
+        if is_there { 0 } else { file.bytes.saturating_sub(self.folder.there_bytes(&file.digest)) }
     }
 
     fn no_room(&self, file: &str) -> FetchError {
@@ -298,7 +306,7 @@ impl Taking<'_> {
     fn file(&mut self, place: usize) -> Result<(), FetchError> {
         let Item { name, bytes, digest } = &self.inventory.files[place];
         // What lay there may have been wrong; then nobody is to blame, and it comes once more.
-        while self.folder.verified(digest, *bytes).is_none() {
+        while !self.there.contains(digest) && self.folder.verified(digest, *bytes).is_none() {
             let mut part = self.folder.part(digest, *bytes).map_err(|error| self.cache(name, error))?;
             let was_resumed = part.is_resumed();
             self.take(place, name, &mut part)?;

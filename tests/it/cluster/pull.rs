@@ -70,6 +70,13 @@ fn a_head_gets_models_whole_from_a_worker_and_keeps_them() {
     let again = head.object(&["pull", "folder"]);
     assert_eq!((&again["downloaded_bytes"], &again["from"]), (&0.into(), &Value::Null));
     assert_eq!(path(&again), head.models().join("folder"));
+    // Of a copy that misses something just that comes.
+    let missed = head.models().join("folder/tokenizer.json");
+    let bytes = std::fs::read(&missed).expect("it has come");
+    std::fs::remove_file(&missed).expect("it is there");
+    let mended = head.object(&["pull", "folder"]);
+    assert_eq!((&mended["downloaded_bytes"], &mended["from"]), (&bytes.len().into(), &"rig3".into()));
+    assert_eq!(std::fs::read(&missed).unwrap(), bytes);
     let known = head.object(&["pull", "one"]);
     assert_eq!((path(&known), &known["downloaded_bytes"]), (head.models().join("in-the-way.gguf"), &0.into()));
     std::fs::remove_file(head.models().join("in-the-way.gguf")).expect("it is there");

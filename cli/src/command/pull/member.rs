@@ -1,5 +1,6 @@
 //! From another member of the cluster: a worker that has a model gives this head all of its files.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
@@ -93,28 +94,32 @@ impl Wanted<'_> {
         let places = Places::from_env();
         if let Some(path) = self.is_here(&places)? {
             let name = path.display().to_string();
-            return Ok(self.pulled(name, path, false));
+            return Ok(self.pulled(name, path, None));
         }
         let goal = self.goal(&places)?;
-        self.look_in_the_way(&goal)?;
+        let there = self.in_place(&goal)?;
         let staging = TensorCache::new(goal.staging.clone(), u64::MAX);
         let (mut steps, total) = (Steps::new(self.out, "pull", "MiB"), self.inventory.bytes());
         let mut go_on = |done: u64| {
             steps.update((done / MIB) as usize, (total / MIB) as usize);
             !cancel::flag().load(Ordering::Relaxed)
         };
-        let got = whole::fetch(&self.inventory, port.as_mut(), &staging, &mut go_on);
+        let got = whole::fetch(&self.inventory, port.as_mut(), &staging, &there, &mut go_on);
         steps.finish();
         let received = got.map_err(|error| self.about(error))?;
         self.place(&goal, &staging)?;
         tracing::info!(received, worker = self.worker, "a model has come");
-        Ok(self.pulled(self.name.to_owned(), goal.path, true))
+        Ok(self.pulled(self.name.to_owned(), goal.path, Some(&there)))
     }
 
-    fn pulled(&self, name: String, path: PathBuf, downloaded: bool) -> Pulled {
-        let files = self.inventory.files.iter();
-        let files = files.map(|file| PulledFile { name: file.name.clone(), bytes: file.bytes, downloaded });
-        let from = downloaded.then(|| self.worker.to_owned());
+    /// What was asked for is at `path`; all but the files that were `there` has come, where anything has.
+    fn pulled(&self, name: String, path: PathBuf, there: Option<&HashSet<Digest>>) -> Pulled {
+        let files = self.inventory.files.iter().map(|file| PulledFile {
+            name: file.name.clone(),
+            bytes: file.bytes,
+            downloaded: there.is_some_and(|there| !there.contains(&file.digest)),
+        });
+        let from = there.map(|_| self.worker.to_owned());
         Pulled::new(name, path, files.collect(), from)
     }
 
@@ -161,11 +166,16 @@ impl Wanted<'_> {
         Ok(Goal { folder: goal, staging, path, reference })
     }
 
-    /// What has the name of one of the files and is something else is left as it is.
-    fn look_in_the_way(&self, goal: &Goal) -> Result<()> {
+    /// Files that are in their place. What has the name of one and is something else is left as it is.
+    fn in_place(&self, goal: &Goal) -> Result<HashSet<Digest>> {
+        let (mut there, mut missing) = (HashSet::new(), HashSet::new());
         for file in &self.inventory.files {
             let path = goal.folder.join(&file.name);
-            if path.symlink_metadata().is_ok() && digest(&path)? != Some(file.digest) {
+            if path.symlink_metadata().is_err() {
+                missing.insert(file.digest);
+            } else if digest(&path)? == Some(file.digest) {
+                there.insert(file.digest);
+            } else {
                 return Err(errors::usage(format!(
                     "{} is there already and is something else than {} has: move it away, or give it another name",
                     path.display(),
@@ -173,7 +183,8 @@ impl Wanted<'_> {
                 )));
             }
         }
-        Ok(())
+        // Of files that are alike one may be there and another not.
+        Ok(&there - &missing)
     }
 
     /// All is there: gives the files their names, that by which a model is known last.
@@ -183,6 +194,10 @@ impl Wanted<'_> {
         std::fs::create_dir_all(&goal.folder).with_context(|| format!("cannot write {}", goal.folder.display()))?;
         for (at, file) in files.iter().enumerate() {
             let (from, to) = (staging.path(&file.digest), goal.folder.join(&file.name));
+            // It was in its place, or somebody else has just put it there.
+            if digest(&to)? == Some(file.digest) {
+                continue;
+            }
             let is_wanted_again = files[at + 1..].iter().any(|other| other.digest == file.digest);
             let placed = if is_wanted_again { copy(&from, &to) } else { std::fs::rename(&from, &to) };
             placed.with_context(|| format!("cannot write {}", to.display()))?;

@@ -70,7 +70,7 @@ fn place() -> Place {
 }
 
 fn get(place: &Place, habit: Habit) -> Result<u64, FetchError> {
-    fetch(&inventory(&model()), &mut source(model(), habit), &place.folder, &mut |_| true)
+    fetch(&inventory(&model()), &mut source(model(), habit), &place.folder, &HashSet::new(), &mut |_| true)
 }
 
 #[test]
@@ -82,7 +82,7 @@ fn a_model_comes_whole_and_the_same_file_once() {
         last = at;
         true
     };
-    let came = fetch(&wanted, &mut port, &place.folder, &mut told).unwrap();
+    let came = fetch(&wanted, &mut port, &place.folder, &HashSet::new(), &mut told).unwrap();
     assert_eq!((came, last), (3 * PIECE_BYTES_MAX as u64 + 705, wanted.bytes()));
     for (item, (name, bytes)) in wanted.files.iter().zip(model()) {
         assert_eq!(std::fs::read(place.folder.path(&item.digest)).unwrap(), bytes, "{name}");
@@ -117,9 +117,23 @@ fn what_is_not_what_was_announced_gets_no_name() {
 }
 
 #[test]
+fn what_is_in_its_place_already_does_not_come() {
+    let (place, wanted) = (place(), inventory(&model()));
+    let there = HashSet::from([wanted.files[2].digest]);
+    let mut at = 0;
+    let mut told = |bytes| {
+        at = bytes;
+        true
+    };
+    let came = fetch(&wanted, &mut source(model(), Habit::Honest), &place.folder, &there, &mut told).unwrap();
+    assert_eq!((came, at), (700, wanted.bytes()));
+    assert!(!place.folder.has(&wanted.files[2].digest, wanted.files[2].bytes));
+}
+
+#[test]
 fn whoever_does_not_want_it_any_more_is_heard() {
     let (place, wanted) = (place(), inventory(&model()));
-    let stop = fetch(&wanted, &mut source(model(), Habit::Honest), &place.folder, &mut |at| at < 1000);
+    let stop = fetch(&wanted, &mut source(model(), Habit::Honest), &place.folder, &HashSet::new(), &mut |at| at < 1000);
     assert!(matches!(stop, Err(FetchError::Cancelled)));
 }
 
@@ -128,7 +142,8 @@ fn a_disk_that_is_too_small_is_known_before_anything_comes() {
     let place = place();
     let mut wanted = inventory(&model());
     wanted.files[2].bytes = 1 << 60;
-    let error = fetch(&wanted, &mut source(model(), Habit::Leaves(0)), &place.folder, &mut |_| true).unwrap_err();
+    let error = fetch(&wanted, &mut source(model(), Habit::Leaves(0)), &place.folder, &HashSet::new(), &mut |_| true)
+        .unwrap_err();
     let FetchError::NoRoom { file, needed, free, .. } = error else { panic!("{error}") };
     assert_eq!((file.as_str(), needed), ("config.json", (1 << 60) + 700));
     assert!(free > 0 && free < needed);
