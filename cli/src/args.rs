@@ -85,7 +85,7 @@ pub enum Verb {
     Inspect(InspectArgs),
     /// Layers and bytes of every stage, before anything is loaded
     Plan(PlanArgs),
-    /// Get a model from the Hugging Face hub
+    /// Get a model from the Hugging Face hub, or from a worker
     Pull(PullArgs),
     /// How well a model predicts a text: negative log-likelihood and perplexity
     Perplexity(PerplexityArgs),

@@ -90,7 +90,7 @@ impl Inventory {
     }
 
     /// Whether it can be a model's: names that stay in their folder, and the digest of that list.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         let (count, files) = (self.files.len(), || self.files.iter());
         if count == 0 || count > FILES_MAX {
             return Err(format!("a model of {count} files; 1 to {FILES_MAX} are taken"));
