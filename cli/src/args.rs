@@ -89,7 +89,7 @@ pub enum Verb {
     Inspect(InspectArgs),
     /// Layers and bytes of every stage, before anything is loaded
     Plan(PlanArgs),
-    /// Get a model from the Hugging Face hub
+    /// Get a model from the Hugging Face hub, or from a worker
     Pull(PullArgs),
     /// How well a model predicts a text: negative log-likelihood and perplexity
     Perplexity(PerplexityArgs),
@@ -233,7 +233,7 @@ pub struct PipelineArgs {
                      name for every stage, where `local` is this machine. NAME:DEVICE picks a device of the worker, by \
                      id, index or part of its name (see `pp-run cluster status`); without one it is the worker's \
                      first. A name may stand for several stages. --device picks the devices of the stages that run \
-                     here. A worker that has no copy of the model in its models folder, under any name, gets the tensors of \
+                     here. A worker that has no copy of the model in its models folder or its cache of the hub, under any name, gets the tensors of \
                      its layers from this machine and other workers, and keeps them"
     )]
     pub workers: Vec<String>,
@@ -390,14 +390,21 @@ Examples:
   pp-run pull Qwen/Qwen2.5-1.5B-Instruct-GGUF:q8_0       another one
   pp-run pull HuggingFaceTB/SmolLM2-135M-Instruct        a folder of safetensors
   pp-run -m Qwen/Qwen2.5-1.5B-Instruct-GGUF Hello        what was pulled is a name of a model
+  pp-run pull big.gguf --from rig2                       a model of a worker's models folder
 
-Models go to the cache of Hugging Face's own programs ($HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub). What
+Models of the hub go to the cache of Hugging Face's own programs ($HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub). What
 is there is not fetched again, and what breaks off goes on where it was. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE
-mean what they mean there.")]
+mean what they mean there. Every file is compared with what the hub says of its content.
+
+On the head of a cluster a model that the hub does not give comes from the first worker that has it, in its models folder
+or its cache of the hub, into the same place here.")]
 pub struct PullArgs {
-    /// OWNER/NAME, with @REVISION and :FILE (or a part of its name) where wanted
+    /// OWNER/NAME, with @REVISION and :FILE (or a part of its name) where wanted; or a name in a worker's models folder
     #[arg(value_name = "NAME")]
     pub name: String,
+    /// Get it from this worker of the cluster, and ask nobody else
+    #[arg(long, value_name = "WORKER")]
+    pub from: Option<String>,
     #[command(flatten)]
     pub output: OutputArgs,
 }

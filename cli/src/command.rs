@@ -133,8 +133,8 @@ pub fn open_pipeline(plan: &Plan, keep: Keep<'_>, out: &Out) -> Result<Pipeline>
             loading.abandon();
             return Err(match error {
                 PipelineError::Cancelled => errors::cancelled(),
-                PipelineError::Load { ref stage, error: LoadError::NoRoom { needed, room, bound } } => {
-                    errors::worker(no_room(plan, stage, Room { needed, room, bound }))
+                PipelineError::Load { ref stage, error: LoadError::NoRoom { folder, needed, room, bound } } => {
+                    errors::worker(no_room(plan, stage, Room { folder, needed, room, bound }))
                 }
                 error => error.into(),
             });

@@ -64,6 +64,11 @@ pub fn worker(message: impl Into<String>) -> anyhow::Error {
     Refusal { exit: Exit::Worker, message: message.into() }.into()
 }
 
+/// An error of that kind.
+pub fn refusal(exit: Exit, message: impl Into<String>) -> anyhow::Error {
+    Refusal { exit, message: message.into() }.into()
+}
+
 /// The user wanted it to end.
 pub fn cancelled() -> anyhow::Error {
     Refusal { exit: Exit::Cancelled, message: "cancelled".to_owned() }.into()

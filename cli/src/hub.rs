@@ -4,6 +4,8 @@
 //! The cache is the one that Hugging Face's own libraries use: `models--OWNER--NAME/refs/REVISION` names a commit,
 //! `snapshots/COMMIT` has its files.
 
+pub mod content;
+
 use std::path::{Path, PathBuf};
 
 use hf_hub::{Cache, Repo, RepoType};
@@ -128,8 +130,51 @@ impl HubName {
     }
 }
 
+/// Folders in the cache at `hub` that models may lie in, as files or as folders.
+pub fn folders(hub: &Path) -> Vec<PathBuf> {
+    let mut folders = Vec::new();
+    let repos = inside(hub).into_iter().filter(|path| file_name(path).starts_with("models--"));
+    for snapshots in repos.map(|repo| repo.join("snapshots")) {
+        let commits = inside(&snapshots);
+        folders.push(snapshots);
+        for commit in commits {
+            let within = inside(&commit);
+            folders.push(commit);
+            folders.extend(within);
+        }
+    }
+    folders
+}
+
+/// Has the name of a revision in the cache lead to a commit.
+///
+/// # Errors
+/// The system's; it leads where it did, then.
+pub fn refer(reference: &Path, commit: &str) -> std::io::Result<()> {
+    std::fs::create_dir_all(reference.parent().unwrap_or(reference))?;
+    let unfinished = reference.with_extension(format!("{}.tmp", std::process::id()));
+    let written = std::fs::write(&unfinished, commit).and_then(|()| std::fs::rename(&unfinished, reference));
+    if written.is_err() {
+        let _ = std::fs::remove_file(&unfinished);
+    }
+    written
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// The folders in a folder, by name.
+fn inside(folder: &Path) -> Vec<PathBuf> {
+    const FOLDERS_MAX: usize = 10_000;
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().take(FOLDERS_MAX);
+    let mut folders: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
+    folders.sort();
+    folders
+}
+
 /// Whether a name from elsewhere stays in the folder that it is put in.
-fn is_safe(name: &str) -> bool {
+pub fn is_safe(name: &str) -> bool {
     let parts = || name.split('/');
     !name.contains(['\\', '\0'])
         && name.len() < 512

@@ -224,8 +224,10 @@ impl Situation<'_> {
 }
 
 /// A worker's tensor cache that is too small: bytes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Room {
+    /// Where it is, on the worker.
+    pub folder: String,
     /// The tensors of its stages.
     pub needed: u64,
     /// What it can take.
@@ -241,7 +243,7 @@ pub fn no_room_for_tensors(
     workers: &[Option<String>],
     counts: &[usize],
     costs: &Costs,
-    Room { needed, room, bound }: Room,
+    Room { folder, needed, room, bound }: Room,
 ) -> String {
     let is_its = |other: &Option<String>| other.as_deref() == Some(worker);
     let stages = workers.iter().filter(|other| is_its(other)).count().max(1) as u64;
@@ -258,7 +260,7 @@ pub fn no_room_for_tensors(
     let ways: Vec<String> =
         split.map(|split| format!("--split {}", join(&split))).into_iter().chain([wider, copy]).collect();
     format!(
-        "not enough room on {worker}: its stages' tensors take {}, and its tensor cache {what} {}\nwhat would fit: {}",
+        "not enough room on {worker}: its stages' tensors take {} ({needed} bytes), and its tensor cache at {folder} {what} {} ({room} bytes)\nwhat would fit: {}",
         bytes(needed),
         bytes(room),
         ways.join("; or ")
@@ -331,10 +333,13 @@ mod tests {
     fn a_cache_that_is_too_small_says_which_split_would_fit() {
         let costs = Costs { layers: vec![GB; 30], first: GB, last: GB };
         let workers = [None, Some("rig2".to_owned())];
-        let room = Room { needed: 16 * GB, room: 8 * GB, bound: Bound::Cap };
-        let message = no_room_for_tensors("rig2", &workers, &[15, 15], &costs, room);
+        let room = Room { folder: "/cache".to_owned(), needed: 16 * GB, room: 8 * GB, bound: Bound::Cap };
+        let message = no_room_for_tensors("rig2", &workers, &[15, 15], &costs, room.clone());
         assert!(message.starts_with("not enough room on rig2: its stages' tensors take 16.0 GB"), "{message}");
-        assert!(message.contains("holds at most 8.0 GB") && message.contains("--split 23,7; or"), "{message}");
+        assert!(
+            message.contains("at /cache holds at most 8.0 GB") && message.contains("--split 23,7; or"),
+            "{message}"
+        );
         assert!(message.contains("--cache-size on rig2 (at least 16000000000)"), "{message}");
         let room = Room { room: 0, bound: Bound::Disk, ..room };
         let message = no_room_for_tensors("rig2", &workers, &[15, 15], &costs, room);

@@ -33,6 +33,8 @@ pub struct Places {
     pub manifests: Option<PathBuf>,
     /// Where it is kept what devices were measured to take, if that can be.
     pub calibrations: Option<PathBuf>,
+    /// Where it is kept which files of the hub are what the hub says, if that can be.
+    pub pulled: Option<PathBuf>,
 }
 
 impl Places {
@@ -54,6 +56,7 @@ impl Places {
             tensors: cache("tensors"),
             manifests: cache("manifests"),
             calibrations: cache("calibration.json"),
+            pulled: cache("pulled.json"),
         }
     }
 
@@ -73,6 +76,25 @@ impl Places {
         }
         let demo = self.folder.as_ref().map(|folder| folder.join(DEMO)).filter(|path| path.is_file());
         demo.ok_or_else(|| errors::usage(format!("no model was given with -m\n{}", self.what_there_is())))
+    }
+
+    /// The folders in which a model is looked for by its content.
+    pub fn searched(&self) -> Vec<PathBuf> {
+        self.folder.iter().cloned().chain(self.hub.iter().flat_map(|hub| hub::folders(hub))).collect()
+    }
+
+    /// The model called `name` in the models folder or the hub's cache, and nowhere else.
+    ///
+    /// # Errors
+    /// When several may be meant.
+    pub fn kept(&self, name: &str) -> Result<Option<PathBuf>> {
+        let is_plain = !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\', '\0']);
+        let in_folder = |folder: &PathBuf| [folder.join(name), folder.join(format!("{name}.gguf"))];
+        let found = self.folder.iter().filter(|_| is_plain).flat_map(in_folder).find(|path| path.exists());
+        match (found, &self.hub, HubName::parse(name)) {
+            (None, Some(hub), Ok(name)) => hub::cached(hub, &name).map_err(|error| errors::usage(error.to_string())),
+            (found, ..) => Ok(found),
+        }
     }
 
     fn named(&self, name: &str) -> Result<Option<PathBuf>> {

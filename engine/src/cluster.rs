@@ -4,7 +4,7 @@
 //! [`control`] is what they say to each other, [`worker`] the worker's side, [`remote`] the head's. [`health`] is what a
 //! worker says of its host, [`measure`] how the way to it is measured. Activations do not pass here: they cross the links
 //! between neighbours ([`pp_transport::quic`]). [`weights`] is how tensors cross links of their own, [`fetch`] how a
-//! worker gets those of its stages.
+//! worker gets those of its stages, [`whole`] how a head gets a model whole.
 
 pub mod clock;
 pub mod control;
@@ -14,6 +14,7 @@ pub mod measure;
 pub mod remote;
 mod session;
 pub mod weights;
+pub mod whole;
 pub mod worker;
 
 /// Credits of a control link: messages that the other end has not taken yet.

@@ -12,6 +12,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use thiserror::Error;
 
+use crate::checkpoint::hf::{INDEX, SINGLE};
 use crate::checkpoint::{Checkpoint, Container};
 
 mod cache;
@@ -134,6 +135,25 @@ pub fn files(model: &Checkpoint) -> Result<Vec<ModelFile>, DigestError> {
     Ok(files)
 }
 
+/// All that makes `model` one when it is copied: its files, and behind them the list of which tensor is in which, where it
+/// has one. That is no part of what the model is.
+///
+/// # Errors
+/// As [`files`].
+pub fn copied(model: &Checkpoint) -> Result<Vec<ModelFile>, DigestError> {
+    let mut files = files(model)?;
+    let folder = files.first().and_then(|file| file.path.parent());
+    let index = folder.map(|folder| folder.join(INDEX)).filter(|index| {
+        let is_sharded = files.iter().all(|file| file.name != SINGLE);
+        model.container == Container::Safetensors && is_sharded && index.is_file()
+    });
+    if let Some(path) = index {
+        let bytes = std::fs::metadata(&path).map_err(|source| DigestError::Io { path: path.clone(), source })?.len();
+        files.push(ModelFile { name: INDEX.to_owned(), path, bytes });
+    }
+    Ok(files)
+}
+
 /// Bytes of all files of `model`.
 ///
 /// # Errors
@@ -185,6 +205,10 @@ impl Digests {
         progress: OnHashed<'_>,
     ) -> Result<Option<PathBuf>, DigestError> {
         for path in folders.iter().flat_map(|folder| candidates(folder)) {
+            // Most need not be opened for it.
+            if is_all_of_it(&path) && std::fs::metadata(&path).is_ok_and(|meta| meta.len() != bytes) {
+                continue;
+            }
             let Ok(files) = Checkpoint::open(&path).map_err(drop).and_then(|model| files(&model).map_err(drop)) else {
                 continue;
             };
@@ -202,20 +226,30 @@ impl Digests {
     }
 
     fn of_files(&mut self, files: &[ModelFile], progress: OnHashed<'_>) -> Result<Digest, DigestError> {
-        let total = files.iter().map(|file| file.bytes).sum();
-        let mut before = 0;
-        let mut list = blake3::Hasher::new();
-        let mut last = None;
-        for file in files {
-            let digest = self.of_file(&file.path, &mut |done| progress(before + done, total))?;
-            before += file.bytes;
-            list.update(format!("{digest}  {}\n", file.name).as_bytes());
-            last = Some(digest);
-        }
-        Ok(last.filter(|_| files.len() == 1).unwrap_or_else(|| list.finalize().into()))
+        let digests = self.of_each(files, progress)?;
+        Ok(of_list(files.iter().map(|file| file.name.as_str()).zip(digests)))
     }
 
-    fn of_file(&mut self, path: &Path, progress: &mut dyn FnMut(u64) -> bool) -> Result<Digest, DigestError> {
+    /// The digests of some files, one after the other.
+    ///
+    /// # Errors
+    /// [`DigestError`].
+    pub fn of_each(&mut self, files: &[ModelFile], progress: OnHashed<'_>) -> Result<Vec<Digest>, DigestError> {
+        let total = files.iter().map(|file| file.bytes).sum();
+        let mut before = 0;
+        let mut digests = Vec::new();
+        for file in files {
+            digests.push(self.of_file(&file.path, &mut |done| progress(before + done, total))?);
+            before += file.bytes;
+        }
+        Ok(digests)
+    }
+
+    /// The digest of a file; `progress` hears how many of its bytes are hashed, and returns false to stop.
+    ///
+    /// # Errors
+    /// [`DigestError`].
+    pub fn of_file(&mut self, path: &Path, progress: &mut dyn FnMut(u64) -> bool) -> Result<Digest, DigestError> {
         let io = |source| DigestError::Io { path: path.to_owned(), source };
         // A name may be a link; what it leads to is what is remembered.
         let path = path.canonicalize().map_err(io)?;
@@ -250,6 +284,16 @@ impl Digests {
     }
 }
 
+/// The digest of a model that is made of these files, in this order: their names, and what is in them.
+pub fn of_list<'a>(files: impl IntoIterator<Item = (&'a str, Digest)>) -> Digest {
+    let (mut list, mut count, mut last) = (blake3::Hasher::new(), 0, None);
+    for (name, digest) in files {
+        list.update(format!("{digest}  {name}\n").as_bytes());
+        (count, last) = (count + 1, Some(digest));
+    }
+    last.filter(|_| count == 1).unwrap_or_else(|| list.finalize().into())
+}
+
 /// GGUF files, of which a part stands for its model if it is the first, and folders with a `config.json`, by name.
 fn candidates(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().take(CANDIDATES_MAX);
@@ -263,6 +307,12 @@ fn candidates(folder: &Path) -> Vec<PathBuf> {
         .collect();
     paths.sort();
     paths
+}
+
+/// Whether a candidate is a model in one file.
+fn is_all_of_it(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+    name.ends_with(".gguf") && !name.contains("-of-") && path.is_file()
 }
 
 /// What a file's system says of it: as long as that stays, so does its content.

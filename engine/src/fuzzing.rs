@@ -33,6 +33,10 @@ const LIMITS: MessageLimits = MessageLimits {
 pub fn control(bytes: &[u8]) {
     check_message::<ToWorker>(bytes);
     check_message::<ToHead>(bytes);
+    let frame = Frame { header: FrameHeader::default(), payload: bytes.to_vec().into() };
+    if let Ok(ToHead::Whole(Ok(Some(inventory)))) = control::decode(&frame) {
+        let _ = (inventory.check(), inventory.bytes());
+    }
 }
 
 fn check_message<T: Serialize + DeserializeOwned>(bytes: &[u8]) {

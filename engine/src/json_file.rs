@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 /// What a file holds, of which at most `bytes_max` bytes are read; nothing where it is not there or not whole.
-pub(crate) fn read<T: DeserializeOwned>(file: &Path, bytes_max: u64) -> Option<T> {
+pub fn read<T: DeserializeOwned>(file: &Path, bytes_max: u64) -> Option<T> {
     let mut bytes = Vec::new();
     File::open(file).and_then(|file| file.take(bytes_max).read_to_end(&mut bytes)).ok()?;
     serde_json::from_slice(&bytes).ok()
@@ -18,7 +18,7 @@ pub(crate) fn read<T: DeserializeOwned>(file: &Path, bytes_max: u64) -> Option<T
 ///
 /// # Errors
 /// Those of the system.
-pub(crate) fn write<T: Serialize>(file: &Path, content: &T) -> std::io::Result<()> {
+pub fn write<T: Serialize>(file: &Path, content: &T) -> std::io::Result<()> {
     if let Some(folder) = file.parent() {
         std::fs::create_dir_all(folder)?;
     }

@@ -21,7 +21,7 @@ pub mod edge;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 pub mod head;
-mod json_file;
+pub mod json_file;
 pub mod law;
 pub mod layout;
 pub mod manifest;

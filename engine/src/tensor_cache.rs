@@ -66,7 +66,8 @@ impl TensorCache {
         self.cap_bytes
     }
 
-    fn path(&self, digest: &Digest) -> PathBuf {
+    /// What the file with that digest is called, whether it is there or not.
+    pub fn path(&self, digest: &Digest) -> PathBuf {
         self.folder.join(digest.to_string())
     }
 
@@ -142,8 +143,17 @@ impl TensorCache {
         Ok(())
     }
 
+    /// Bytes of what has that digest that are there, whole or as the beginning of it.
+    pub fn there_bytes(&self, digest: &Digest) -> u64 {
+        let size = |path: PathBuf| std::fs::metadata(path).map(|meta| meta.len()).ok();
+        size(self.path(digest)).or_else(|| size(self.folder.join(format!("{digest}{PART}")))).unwrap_or(0)
+    }
+
     /// Bytes that the disk has left for this user.
-    fn free_bytes(&self) -> std::io::Result<u64> {
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn free_bytes(&self) -> std::io::Result<u64> {
         let found = rustix::fs::statvfs(&self.folder)?;
         Ok(found.f_bavail.saturating_mul(found.f_frsize))
     }

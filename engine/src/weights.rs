@@ -49,25 +49,25 @@ pub enum LoadError {
     Untrusted { message: String },
     #[error("{message}")]
     Refused { message: String },
-    #[error("{}", no_room(*needed, *room, *bound))]
-    NoRoom { needed: u64, room: u64, bound: Bound },
+    #[error("{}", no_room(folder, *needed, *room, *bound))]
+    NoRoom { folder: String, needed: u64, room: u64, bound: Bound },
     #[error("its weights do not come: {message}")]
     Weights { message: String },
 }
 
-fn no_room(needed: u64, room: u64, bound: Bound) -> String {
+fn no_room(folder: &str, needed: u64, room: u64, bound: Bound) -> String {
     let what = match bound {
         Bound::Cap => "may hold",
         Bound::Disk => "has, with what the disk has free,",
     };
-    format!("the worker's tensors take {needed} bytes, and its cache {what} {room}")
+    format!("the worker's tensors take {needed} bytes, and its cache at {folder} {what} {room}")
 }
 
 impl From<SupplyError> for LoadError {
     fn from(error: SupplyError) -> LoadError {
         match error {
             SupplyError::Cancelled => LoadError::Cancelled,
-            SupplyError::NoRoom { needed, room, bound } => LoadError::NoRoom { needed, room, bound },
+            SupplyError::NoRoom { folder, needed, room, bound } => LoadError::NoRoom { folder, needed, room, bound },
             SupplyError::Failed { message } => LoadError::Weights { message },
         }
     }

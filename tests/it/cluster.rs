@@ -12,5 +12,6 @@ mod namespaces;
 mod net_bench;
 mod paced;
 pub mod processes;
+mod pull;
 mod recovered;
 mod weights;

@@ -7,6 +7,7 @@ mod cli;
 mod cluster;
 mod constrained;
 mod crowd;
+mod disk;
 mod house;
 mod kernels;
 mod models;

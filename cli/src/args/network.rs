@@ -29,7 +29,7 @@ pub struct NetBenchArgs {
     /// Networks, comma-separated
     #[arg(long, value_enum, value_name = "NAME,…", value_delimiter = ',', default_value = "loopback,veth,relay")]
     pub networks: Vec<NetworkArg>,
-    /// Bytes of the frames, comma-separated; K and M are 1024 and 1024² [default: 64,8K,64K,1M,32M; relay: 8K,64K,1M]
+    /// Bytes of the frames, comma-separated; K (KiB) and M (MiB) are 1024 and 1024², KB and MB 1000 and 1000² [default: 64,8K,64K,1M,32M; relay: 8K,64K,1M]
     #[arg(long, value_name = "BYTES,…", value_delimiter = ',', value_parser = frame_bytes)]
     pub sizes: Vec<usize>,
     /// Most round trips of a size
@@ -130,15 +130,25 @@ pub struct NetBenchEndArgs {
     pub seconds: f64,
 }
 
+/// What may stand behind a number of bytes, in small letters.
+const UNITS: [(&str, usize); 8] = [
+    ("", 1),
+    ("b", 1),
+    ("k", 1 << 10),
+    ("kib", 1 << 10),
+    ("kb", 1000),
+    ("m", 1 << 20),
+    ("mib", 1 << 20),
+    ("mb", 1_000_000),
+];
+
 fn frame_bytes(text: &str) -> Result<usize, String> {
-    let (digits, unit) = match text.trim_end_matches(['k', 'K', 'm', 'M']) {
-        digits if digits.len() == text.len() => (digits, 1),
-        digits if text.ends_with(['k', 'K']) => (digits, 1 << 10),
-        digits => (digits, 1 << 20),
-    };
-    let wanted = || format!("expected 1 to {FRAME_BYTES_MAX} bytes, such as 64, 8K or 1M");
-    let bytes = digits.parse::<usize>().ok().and_then(|number| number.checked_mul(unit));
-    bytes.filter(|bytes| (1..=FRAME_BYTES_MAX).contains(bytes) && digits.len() + 1 >= text.len()).ok_or_else(wanted)
+    let wanted = || format!("expected 1 to {FRAME_BYTES_MAX} bytes, such as 64, 64B, 8K, 8KiB, 8KB or 1M");
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let typed = text[digits.len()..].to_ascii_lowercase();
+    let unit = UNITS.iter().find(|(name, _)| *name == typed).map(|(_, bytes)| *bytes);
+    let bytes = digits.parse::<usize>().ok().zip(unit).and_then(|(number, unit)| number.checked_mul(unit));
+    bytes.filter(|bytes| (1..=FRAME_BYTES_MAX).contains(bytes)).ok_or_else(wanted)
 }
 
 fn seconds(text: &str) -> Result<f64, String> {
@@ -160,7 +170,26 @@ mod tests {
         for (text, bytes) in [("64", 64), ("8K", 8 << 10), ("8k", 8 << 10), ("32M", 32 << 20), ("1", 1)] {
             assert_eq!(frame_bytes(text), Ok(bytes));
         }
-        for text in ["", "0", "K", "8KK", "8MK", "-1", "33M", "1.5M", "8G", "99999999999999999999", "99999999999999M"] {
+        for (text, bytes) in [("64B", 64), ("8KiB", 8 << 10), ("8kb", 8000), ("2MiB", 2 << 20), ("32MB", 32_000_000)] {
+            assert_eq!(frame_bytes(text), Ok(bytes));
+        }
+        for text in [
+            "",
+            "0",
+            "K",
+            "8KK",
+            "8MK",
+            "-1",
+            "33M",
+            "1.5M",
+            "8G",
+            "8KiBB",
+            "KiB",
+            "8 K",
+            "8Ki",
+            "99999999999999999999",
+            "99999999999999M",
+        ] {
             assert!(frame_bytes(text).unwrap_err().contains("8K"), "{text}");
         }
     }

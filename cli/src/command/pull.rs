@@ -1,34 +1,35 @@
-//! Gets a model from the Hugging Face hub into its standard cache.
+//! Gets a model from the Hugging Face hub into its standard cache, or from a worker of this head's cluster.
+
+mod hub;
+mod member;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
 
 use anyhow::{Context, Result};
-use hf_hub::Cache;
-use hf_hub::api::Progress;
-use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
 use pp_engine::checkpoint::Checkpoint;
 use serde::Serialize;
 
 use crate::args::PullArgs;
+use crate::cluster::Here;
 use crate::errors;
-use crate::hub::{self, HubError, HubName};
+use crate::hub::{HubError, HubName};
 use crate::models::Places;
-use crate::output::progress::Steps;
 use crate::output::{Out, Report, bytes};
 
-/// How often a transfer that breaks off is continued, and how long is waited before.
-const TRIES: u64 = 5;
-const PAUSE: Duration = Duration::from_secs(1);
-const MIB: usize = 1 << 20;
+/// The folder of what has not come whole, within that where it will be.
+const STAGING: &str = ".pp-run-pull";
 
 /// Downloads what is missing and says where the model is.
 pub fn run(args: &PullArgs) -> Result<ExitCode> {
     let out = Out::new(args.output.json, false);
-    let name = HubName::parse(&args.name).map_err(|error| errors::usage(error.to_string()))?;
-    let folder = Places::from_env().hub.context("there is no place for models of the hub: set HF_HOME or HOME")?;
-    let pulled = if is_set("HF_HUB_OFFLINE") { offline(&folder, &name)? } else { online(&folder, &name, &out)? };
+    let pulled = match &args.from {
+        Some(worker) => {
+            let found = member::pull(&Here::open()?, &args.name, Some(worker), &out)?;
+            found.map_err(|said| errors::model(format!("model `{}`: {}", args.name, said.join("; "))))?
+        }
+        None => from_anywhere(&args.name, &out)?,
+    };
     // What cannot be used is better known now than when it is wanted.
     let model = Checkpoint::open(&pulled.path)?;
     for (what, why) in model.unsupported() {
@@ -38,11 +39,57 @@ pub fn run(args: &PullArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// From the hub, else from a worker that has it.
+fn from_anywhere(name: &str, out: &Out) -> Result<Pulled> {
+    let failed = match HubName::parse(name) {
+        Ok(hub_name) => {
+            let folder =
+                Places::from_env().hub.context("there is no place for models of the hub: set HF_HOME or HOME")?;
+            match hub::pull(&folder, &hub_name, out) {
+                Ok(pulled) => return Ok(pulled),
+                Err(Failed::Here(error)) => return Err(error),
+                Err(Failed::Elsewhere(error)) => error,
+            }
+        }
+        Err(error @ HubError::Name { .. }) if !is_plain(name) => return Err(errors::usage(error.to_string())),
+        Err(error) => errors::usage(error.to_string()),
+    };
+    let Some(here) = Here::open().ok().filter(|here| here.workers().next().is_some()) else { return Err(failed) };
+    match member::pull(&here, name, None, out)? {
+        Ok(pulled) => Ok(pulled),
+        Err(said) => {
+            let exit = errors::exit_of(&failed);
+            Err(errors::refusal(exit, format!("{failed}\nand no worker has it: {}", said.join("; "))))
+        }
+    }
+}
+
+/// What a model of somebody's models folder may be called.
+fn is_plain(name: &str) -> bool {
+    !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\', '\0'])
+}
+
+/// Why a model does not come.
+enum Failed {
+    /// Nobody else could do better.
+    Here(anyhow::Error),
+    /// Somebody else may have it.
+    Elsewhere(anyhow::Error),
+}
+
+impl From<anyhow::Error> for Failed {
+    fn from(error: anyhow::Error) -> Failed {
+        Failed::Here(error)
+    }
+}
+
 #[derive(Debug, Serialize)]
 struct Pulled {
     name: String,
     /// What `-m` may also be given.
     path: PathBuf,
+    /// The worker that gave it; nothing: the hub did, or all of it was there.
+    from: Option<String>,
     bytes: u64,
     /// Bytes of the files that were not there before.
     downloaded_bytes: u64,
@@ -56,169 +103,44 @@ struct PulledFile {
     downloaded: bool,
 }
 
+impl Pulled {
+    fn new(name: String, path: PathBuf, files: Vec<PulledFile>, from: Option<String>) -> Pulled {
+        let downloaded = files.iter().filter(|file| file.downloaded).map(|file| file.bytes);
+        let (downloaded_bytes, bytes) = (downloaded.sum(), files.iter().map(|file| file.bytes).sum());
+        Pulled { name, path, from, bytes, downloaded_bytes, files }
+    }
+
+    fn of_hub(name: &HubName, path: PathBuf, files: Vec<PulledFile>) -> Pulled {
+        let revision = if name.revision == "main" { String::new() } else { format!("@{}", name.revision) };
+        let file = name.file.as_ref().map_or(String::new(), |file| format!(":{file}"));
+        Pulled::new(format!("{}{revision}{file}", name.repo), path, files, None)
+    }
+}
+
 impl Report for Pulled {
     fn text(&self) -> String {
+        let from = self.from.as_ref().map_or(String::new(), |worker| format!(" from {worker}"));
         let got = match self.downloaded_bytes {
             0 => "all of it was there".to_owned(),
-            got => format!("{} downloaded", bytes(got)),
+            got => format!("{} downloaded{from}", bytes(got)),
         };
         format!("{}  {}, {got}\nuse it with -m {}", self.path.display(), bytes(self.bytes), self.name)
     }
 }
 
-/// Whether a variable says yes, as Hugging Face's libraries read it.
-fn is_set(variable: &str) -> bool {
-    std::env::var(variable).is_ok_and(|value| ["1", "on", "yes", "true"].contains(&value.to_lowercase().as_str()))
+/// The disk is full, or would be.
+fn no_room(file: &str, needed: u64, free: u64, folder: &Path) -> anyhow::Error {
+    anyhow::anyhow!(
+        "no room for {file}: {} more are needed ({needed} bytes), and the disk of {} has {} ({free} bytes)\nmake room and run the same again: what has come is kept",
+        bytes(needed),
+        folder.display(),
+        bytes(free)
+    )
 }
 
-fn offline(folder: &Path, name: &HubName) -> Result<Pulled> {
-    let path = hub::cached(folder, name).map_err(about)?.ok_or_else(|| {
-        errors::model(format!("{} is not in {}, and HF_HUB_OFFLINE forbids to fetch it", name.repo, folder.display()))
-    })?;
-    let files = Checkpoint::open(&path)?.files();
-    let files = files.into_iter().map(|(path, bytes)| PulledFile {
-        name: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-        bytes,
-        downloaded: false,
-    });
-    Ok(Pulled::of(name, path, files.collect()))
-}
-
-fn online(folder: &Path, name: &HubName, out: &Out) -> Result<Pulled> {
-    let cache = Cache::new(folder.to_owned());
-    let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let mut builder = ApiBuilder::from_cache(cache.clone()).with_progress(false);
-    if let Some(token) = variable("HF_TOKEN") {
-        builder = builder.with_token(Some(token));
-    }
-    if let Some(endpoint) = variable("HF_ENDPOINT") {
-        builder = builder.with_endpoint(endpoint.trim_end_matches('/').to_owned());
-    }
-    let api = builder.build().map_err(|error| refusal(name, &error))?;
-    let repo = api.repo(name.repo());
-    let info = repo.info().map_err(|error| refusal(name, &error))?;
-    let all: Vec<String> = info.siblings.into_iter().map(|file| file.rfilename).collect();
-    let wanted = name.files(&all).map_err(about)?;
-    let mut files = Vec::new();
-    let mut snapshot = PathBuf::new();
-    for file in &wanted {
-        // A file that is there may be of an older commit of the branch.
-        let metadata = api.metadata(&repo.url(file)).map_err(|error| refusal(name, &error))?;
-        snapshot = cache.repo(name.repo()).pointer_path(metadata.commit_hash());
-        let is_here = std::fs::metadata(snapshot.join(file)).is_ok_and(|found| found.len() == metadata.size() as u64);
-        if is_here {
-            cache.repo(name.repo()).create_ref(metadata.commit_hash()).context("cannot write to the cache")?;
-        } else {
-            download(&api, &repo, &cache, name, file, out)?;
-        }
-        files.push(PulledFile { name: file.clone(), bytes: metadata.size() as u64, downloaded: !is_here });
-    }
-    Ok(Pulled::of(name, hub::entry(&snapshot, &wanted), files))
-}
-
-impl Pulled {
-    fn of(name: &HubName, path: PathBuf, files: Vec<PulledFile>) -> Pulled {
-        let revision = if name.revision == "main" { String::new() } else { format!("@{}", name.revision) };
-        let file = name.file.as_ref().map_or(String::new(), |file| format!(":{file}"));
-        let downloaded = files.iter().filter(|file| file.downloaded).map(|file| file.bytes);
-        Pulled {
-            name: format!("{}{revision}{file}", name.repo),
-            path,
-            bytes: files.iter().map(|file| file.bytes).sum(),
-            downloaded_bytes: downloaded.sum(),
-            files,
-        }
-    }
-}
-
-/// A file of a repository, whole. What has come of it before is not fetched again.
-fn download(api: &Api, repo: &ApiRepo, cache: &Cache, name: &HubName, file: &str, out: &Out) -> Result<()> {
-    let mut tries = 1;
-    loop {
-        let metadata = api.metadata(&repo.url(file)).map_err(|error| refusal(name, &error))?;
-        let blob = cache.repo(name.repo()).blob_path(metadata.etag());
-        let part = blob.with_extension("part");
-        let has = |path: &Path| std::fs::metadata(path).map_or(0, |found| found.len());
-        if has(&part) >= metadata.size() as u64 {
-            // Nothing is left to ask for, but it was never finished.
-            let _ = std::fs::remove_file(&part);
-        }
-        let shown = Shown { steps: Steps::new(out, "pull", "MiB"), done: 0, total: 0 };
-        match repo.download_with_progress(file, shown) {
-            Ok(path) if has(&path) == metadata.size() as u64 => return Ok(()),
-            Ok(path) => {
-                let found = has(&path);
-                let _ = (std::fs::remove_file(&path), std::fs::remove_file(&blob));
-                anyhow::bail!("{file} of {}: {found} bytes came of {}; pull it again", name.repo, metadata.size());
-            }
-            Err(error) if tries < TRIES && may_pass(&error) => {
-                out.note(&format!("{file}: {error}; going on after {}", bytes(has(&part))));
-                std::thread::sleep(PAUSE * tries as u32);
-                tries += 1;
-            }
-            Err(error) => return Err(refusal(name, &error)),
-        }
-    }
-}
-
-/// A bar for a file.
-struct Shown {
-    steps: Steps,
-    done: usize,
-    total: usize,
-}
-
-impl Progress for Shown {
-    fn init(&mut self, size: usize, _: &str) {
-        (self.done, self.total) = (0, size);
-    }
-
-    fn update(&mut self, size: usize) {
-        self.done += size;
-        self.steps.update(self.done / MIB, self.total / MIB);
-    }
-
-    fn finish(&mut self) {
-        self.steps.finish();
-    }
-}
-
-/// The status of an answer that refuses.
-fn status(error: &ApiError) -> Option<u16> {
-    match error {
-        ApiError::RequestError(error) => match &**error {
-            ureq::Error::StatusCode(code) => Some(*code),
-            _ => None,
-        },
-        _ => None,
-    }
-}
-
-fn may_pass(error: &ApiError) -> bool {
-    match error {
-        ApiError::RequestError(_) => status(error).is_none_or(|code| code == 429 || code >= 500),
-        ApiError::IoError(_) => true,
-        _ => false,
-    }
-}
-
-fn refusal(name: &HubName, error: &ApiError) -> anyhow::Error {
-    let repo = &name.repo;
-    match status(error) {
-        Some(401 | 403) => errors::model(format!(
-            "the hub does not give {repo} to everybody: accept its terms on its page, and set HF_TOKEN to a token of yours"
-        )),
-        Some(404) => {
-            errors::model(format!("the hub has no {repo} at revision {}, or none for you (HF_TOKEN)", name.revision))
-        }
-        Some(code) => errors::model(format!("the hub answers with status {code} for {repo}: try again later")),
-        None => anyhow::anyhow!("cannot get {repo}: {error}; what has come is kept, run the same again"),
-    }
-}
-
-fn about(error: HubError) -> anyhow::Error {
-    match error {
-        HubError::NoModel { .. } => errors::model(error.to_string()),
-        error => errors::usage(error.to_string()),
-    }
+/// Bytes that the disk has left for this user where `path` is, or would be.
+fn free_bytes(path: &Path) -> std::io::Result<u64> {
+    let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let found = rustix::fs::statvfs(there)?;
+    Ok(found.f_bavail.saturating_mul(found.f_frsize))
 }

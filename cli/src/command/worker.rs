@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result};
 use pp_engine::cluster::control_limits;
 use pp_engine::cluster::health::{Finding, Model};
+use pp_engine::cluster::whole::Whole;
 use pp_engine::cluster::worker::{Host, Server};
 use pp_engine::digest::Digest;
 use pp_engine::pipeline::Device;
@@ -330,6 +331,10 @@ struct Machine {
 impl Host for Machine {
     fn model(&self, digest: &Digest, bytes: u64, stop: &AtomicBool) -> Result<Option<PathBuf>, String> {
         cluster::model::find(digest, bytes, stop)
+    }
+
+    fn whole(&self, name: &str, stop: &AtomicBool) -> Result<Option<Whole>, String> {
+        cluster::model::whole(name, stop)
     }
 
     fn tensors(&self) -> Option<TensorCache> {

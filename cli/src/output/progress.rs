@@ -106,6 +106,8 @@ pub struct Steps {
     what: &'static str,
     unit: &'static str,
     started: Instant,
+    /// How many were done when it was first told of: they took no time.
+    before: Option<usize>,
     bar: Option<ProgressBar>,
     terminal: bool,
     line: Lines,
@@ -114,7 +116,8 @@ pub struct Steps {
 impl Steps {
     /// `what` is done, counted in `unit`: for instance `prompt` in `tokens`.
     pub fn new(out: &Out, what: &'static str, unit: &'static str) -> Steps {
-        Steps { what, unit, started: Instant::now(), bar: None, terminal: on_terminal(out), line: Lines::new(out) }
+        let (started, terminal, line) = (Instant::now(), on_terminal(out), Lines::new(out));
+        Steps { what, unit, started, before: None, bar: None, terminal, line }
     }
 
     /// `done` of `total` are done.
@@ -122,11 +125,19 @@ impl Steps {
         if self.terminal && self.bar.is_none() && done < total && self.started.elapsed() > PATIENCE {
             self.bar = Some(bar(total as u64, self.what).with_elapsed(self.started.elapsed()));
         }
+        let before = *self.before.get_or_insert(done);
+        let (unit, seconds) = (self.unit, self.started.elapsed().as_secs_f64());
+        let text = || {
+            format!(
+                "{done} of {total} {unit}{}",
+                pace(done.saturating_sub(before), total.saturating_sub(done), unit, seconds)
+            )
+        };
         if let Some(bar) = &self.bar {
             bar.set_position(done as u64);
-            bar.set_message(format!("{done} of {total} {}", self.unit));
+            bar.set_message(text());
         }
-        self.line.say(|| format!("{}: {done} of {total} {}", self.what, self.unit));
+        self.line.say(|| format!("{}: {}", self.what, text()));
     }
 
     /// It is done: the bar goes.
@@ -134,6 +145,18 @@ impl Steps {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
         }
+    }
+}
+
+/// `  34 MiB/s, 5 s left`, once so many were done in so many seconds that it says something.
+fn pace(done: usize, left: usize, unit: &str, seconds: f64) -> String {
+    if done == 0 || left == 0 || seconds < PATIENCE.as_secs_f64() {
+        return String::new();
+    }
+    match done as f64 / seconds {
+        // Few long steps are no pace.
+        rate if rate < 1.0 => String::new(),
+        rate => format!("  {} {unit}/s, {} s left", rate.round(), (left as f64 / rate).ceil()),
     }
 }
 
@@ -176,6 +199,13 @@ mod tests {
     use pp_engine::checkpoint::supplied::Origins;
 
     use super::*;
+
+    #[test]
+    fn steps_have_a_pace_once_it_says_something() {
+        assert_eq!(pace(60, 90, "MiB", 2.0), "  30 MiB/s, 3 s left");
+        let quiet = [pace(0, 9, "MiB", 9.0), pace(9, 0, "MiB", 9.0), pace(9, 9, "MiB", 0.5), pace(1, 2, "checks", 4.0)];
+        assert_eq!(quiet, [""; 4]);
+    }
 
     #[test]
     fn what_is_received_has_a_rate_and_a_time_left() {

@@ -14,8 +14,8 @@ use crate::config::ModelConfig;
 /// Longest side file accepted, in bytes. The largest real one is the index of a model with thousands of experts.
 const SIDE_FILE_BYTES_MAX: u64 = 64 << 20;
 
-const INDEX: &str = "model.safetensors.index.json";
-const SINGLE: &str = "model.safetensors";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const SINGLE: &str = "model.safetensors";
 
 /// Opens a folder: `model.safetensors` if it is there, else the shards the index names, else the only safetensors file.
 pub(super) fn open_folder(folder: &Path) -> Result<Checkpoint, CheckpointError> {

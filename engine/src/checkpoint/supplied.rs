@@ -54,8 +54,8 @@ pub enum Bound {
 pub enum SupplyError {
     #[error("loading was cancelled")]
     Cancelled,
-    #[error("the stages' tensors take {needed} bytes, and the tensor cache has room for {room}")]
-    NoRoom { needed: u64, room: u64, bound: Bound },
+    #[error("the stages' tensors take {needed} bytes, and the tensor cache at {folder} has room for {room}")]
+    NoRoom { folder: String, needed: u64, room: u64, bound: Bound },
     #[error("{message}")]
     Failed { message: String },
 }

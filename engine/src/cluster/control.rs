@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::health;
+use super::whole::Inventory;
 use crate::backend::DeviceLimits;
 use crate::calibrate::{Calibration, Shape};
 use crate::contract::{Build, Contract};
@@ -211,6 +212,8 @@ pub enum ToWorker {
     Measure(u64, u64),
     /// What does a model of that shape take on that device? Measured now, if it was not before.
     Calibrate(String, Box<Shape>),
+    /// What is the model made of that is called so there? Its files may be asked for then, on a link of this session.
+    Whole(u64, String),
 }
 
 /// What a stage has done, in short.
@@ -273,6 +276,8 @@ pub enum ToHead {
     Health(Box<health::Health>),
     /// What a device takes, or why that is not known.
     Calibrated(Result<Box<Calibration>, String>),
+    /// A model's files; nothing where there is no model of that name.
+    Whole(Result<Option<Box<Inventory>>, String>),
 }
 
 /// Why a message is refused.

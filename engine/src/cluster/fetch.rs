@@ -44,7 +44,6 @@ pub struct Fetcher {
     manifest: Arc<Manifest>,
     places: HashMap<String, usize>,
     cache: TensorCache,
-    needed: u64,
     state: Mutex<State>,
     changed: Condvar,
     stop: AtomicBool,
@@ -130,8 +129,7 @@ impl Fetcher {
             }
         }
         let wanted: HashMap<Digest, u64> = wants.iter().map(|want| (want.digest, want.bytes)).collect();
-        let needed = wanted.values().sum();
-        cache.make_room(&wanted).map_err(|error| no_use(error, needed))?;
+        cache.make_room(&wanted).map_err(|error| no_use(&cache, error, || room(&cache, &wanted)))?;
         for want in &mut wants {
             if cache.has(&want.digest, want.bytes) {
                 want.status = Status::Cached;
@@ -141,7 +139,7 @@ impl Fetcher {
         let state = State { wants, by_digest, sources: Vec::new(), counts, failed: None };
         let places = manifest.tensors.iter().enumerate().map(|(at, entry)| (entry.name.clone(), at)).collect();
         let (state, changed, stop) = (Mutex::new(state), Condvar::new(), AtomicBool::new(false));
-        Ok(Arc::new(Fetcher { manifest, places, cache, needed, state, changed, stop }))
+        Ok(Arc::new(Fetcher { manifest, places, cache, state, changed, stop }))
     }
 
     /// Begins to fetch what is not in the cache.
@@ -293,14 +291,15 @@ impl Fetcher {
 
     fn cannot_write(&self, error: std::io::Error) {
         if error.kind() == std::io::ErrorKind::StorageFull {
-            let state = self.lock();
-            let here = |want: &&Want| want.status == Status::Here || want.status == Status::Cached;
-            let room = state.wants.iter().filter(here).map(|want| want.bytes).sum();
-            drop(state);
-            return self.fail(SupplyError::NoRoom { needed: self.needed, room, bound: Bound::Disk });
+            tracing::warn!(folder = %self.cache.folder().display(), "the disk of the tensor cache is full");
         }
         let path = self.cache.folder().to_owned();
-        self.fail(no_use(CacheError::Io { path, source: error }, self.needed));
+        self.cannot_keep(CacheError::Io { path, source: error });
+    }
+
+    fn cannot_keep(&self, error: CacheError) {
+        let wanted = || self.lock().wants.iter().map(|want| (want.digest, want.bytes)).collect();
+        self.fail(no_use(&self.cache, error, || room(&self.cache, &wanted())));
     }
 
     /// A tensor for a stage; see [`Supplier::tensor`].
@@ -377,14 +376,27 @@ impl Source {
     }
 }
 
-fn no_use(error: CacheError, needed: u64) -> SupplyError {
+/// Why the cache is of no use, where `room` says how much is wanted of it and how much it has room for.
+fn no_use(cache: &TensorCache, error: CacheError, room: impl FnOnce() -> (u64, u64)) -> SupplyError {
+    let folder = cache.folder().display().to_string();
     match error {
-        CacheError::Room { needed, room, bound } => SupplyError::NoRoom { needed, room, bound },
+        CacheError::Room { needed, room, bound } => SupplyError::NoRoom { folder, needed, room, bound },
         CacheError::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull => {
-            SupplyError::NoRoom { needed, room: 0, bound: Bound::Disk }
+            let (needed, room) = room();
+            SupplyError::NoRoom { folder, needed, room, bound: Bound::Disk }
         }
         error => SupplyError::Failed { message: error.to_string() },
     }
+}
+
+/// Bytes of all that is wanted, and those for which a disk that was full just now has room: what is there, and what is
+/// free.
+fn room(cache: &TensorCache, wanted: &HashMap<Digest, u64>) -> (u64, u64) {
+    let needed = wanted.values().sum();
+    let there: u64 = wanted.iter().map(|(digest, bytes)| cache.there_bytes(digest).min(*bytes)).sum();
+    let room = there + cache.free_bytes().unwrap_or(0);
+    // A disk may be full of names or files, and still have bytes.
+    (needed, if room < needed { room } else { there })
 }
 
 /// Brings the tensors of one stage.

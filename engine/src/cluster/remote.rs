@@ -17,7 +17,8 @@ use thiserror::Error;
 
 use super::clock::Alignment;
 use super::control::{self, ControlError, DeviceInfo, Greeting, Holder, Plan, Purpose, ToHead, ToWorker, Welcome};
-use super::{control_limits, health, measure, weights};
+use super::whole::Offered;
+use super::{control_limits, health, measure, weights, whole};
 use crate::backend::DeviceLimits;
 use crate::calibrate::{Calibration, Shape};
 use crate::contract::{Build, Contract};
@@ -288,9 +289,34 @@ impl Worker {
         Ok(Box::new(self.peer.open(measure::id(session), measure::limits(payload_bytes))))
     }
 
-    fn other_answer(&self) -> LeaseError {
-        let error = ControlError::Malformed { message: "an answer to another question".to_owned() };
+    /// The model that is called so there, if there is any. Where nobody has
+    /// asked for it before, the worker reads all of it first.
+    ///
+    /// # Errors
+    /// [`LeaseError::Refused`] with its reason, and when it does not answer or `cancel` is set.
+    pub fn whole(&self, name: &str, cancel: &AtomicBool) -> Result<Option<Offered>, LeaseError> {
+        let session = draw();
+        match self.ask_within(&ToWorker::Whole(session, name.to_owned()), whole::PATIENCE, cancel)? {
+            ToHead::Whole(Ok(None)) => Ok(None),
+            ToHead::Whole(Ok(Some(found))) => {
+                let malformed = |message| ControlError::Malformed { message };
+                found.check().map_err(|message| self.control_error(malformed(message)))?;
+                let port = Box::new(self.peer.open(whole::id(session), weights::limits()));
+                Ok(Some(Offered { inventory: *found, port }))
+            }
+            ToHead::Whole(Err(reason)) | ToHead::Done(Err(reason)) => {
+                Err(LeaseError::Refused { worker: self.name.clone(), reason })
+            }
+            _ => Err(self.other_answer()),
+        }
+    }
+
+    fn control_error(&self, error: ControlError) -> LeaseError {
         LeaseError::Control { worker: self.name.clone(), error }
+    }
+
+    fn other_answer(&self) -> LeaseError {
+        self.control_error(ControlError::Malformed { message: "an answer to another question".to_owned() })
     }
 
     /// A question and its answer, one at a time.
@@ -446,7 +472,7 @@ impl Shared {
             ToHead::Pong(sent, there) => return locked(&self.alignment).add(sent, there, back),
             ToHead::Draining => return self.draining.store(true, Ordering::Relaxed),
             ToHead::Welcome(_) | ToHead::Busy(_) => return,
-            ToHead::Done(_) | ToHead::Echo(_) | ToHead::Health(_) | ToHead::Calibrated(_) => {
+            ToHead::Done(_) | ToHead::Echo(_) | ToHead::Health(_) | ToHead::Calibrated(_) | ToHead::Whole(_) => {
                 *locked(&self.answer) = Some(message);
                 return self.answered.notify_all();
             }

@@ -17,6 +17,7 @@ use pp_transport::{LinkId, LinkLimits, Port, PortError};
 use super::control::{self, Beat, ECHO_BYTES_MAX, Neighbour, Plan, SPANS_MAX, Task, ToHead, ToWorker};
 use super::health::MODELS_MAX;
 use super::measure::Serving;
+use super::whole::Giving;
 use super::worker::Server;
 use crate::calibrate::Shape;
 use crate::checkpoint::Checkpoint;
@@ -54,6 +55,7 @@ pub(super) struct Session {
     told_draining: bool,
     /// Stages that wait for another pipeline.
     shelf: Arc<Shelf>,
+    giving: Option<Giving>,
     /// Set when the visit ends: whoever measures stops.
     ended: Arc<AtomicBool>,
 }
@@ -117,6 +119,7 @@ impl Session {
             measuring: None,
             told_draining: false,
             shelf: Arc::default(),
+            giving: None,
             ended: Arc::default(),
         }
     }
@@ -220,6 +223,13 @@ impl Session {
             }
             ToWorker::Release => {}
             ToWorker::Calibrate(device, shape) => self.calibrate(device, *shape),
+            ToWorker::Whole(session, name) => {
+                self.giving = None;
+                match Giving::start(&self.server, &self.control, session, name) {
+                    Ok(giving) => self.giving = Some(giving),
+                    Err(error) => self.say(&ToHead::Whole(Err(error.to_string()))),
+                }
+            }
             ToWorker::Greeting(_)
             | ToWorker::Echo(_)
             | ToWorker::Prepare(_)

@@ -60,6 +60,14 @@ pub struct Ask {
     pub bytes: u32,
 }
 
+impl Ask {
+    /// Whether it is for a piece, not too large, of something that has so many bytes.
+    pub(super) fn is_within(&self, whole: u64) -> bool {
+        let end = self.offset.checked_add(u64::from(self.bytes));
+        (1..=PIECE_BYTES_MAX).contains(&(self.bytes as usize)) && end.is_some_and(|end| end <= whole)
+    }
+}
+
 /// The answer to the oldest question that has none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
@@ -173,31 +181,14 @@ impl Stock {
 
     fn answer_all(&self, port: &mut dyn Port, stop: &AtomicBool) {
         let mut open = HashMap::new();
-        while !stop.load(Ordering::Relaxed) {
-            let answered = match port.receive(LOOK) {
-                Ok(arrival) => match decode_ask(&arrival.frame) {
-                    Ok(ask) => port.send(self.answer(ask, &mut open)).is_ok(),
-                    Err(error) => {
-                        tracing::warn!(%error, "a question for weights is not understood");
-                        false
-                    }
-                },
-                Err(PortError::Timeout { .. }) => true,
-                Err(_) => false,
-            };
-            if !answered {
-                return;
-            }
-        }
+        answer_all(port, stop, &mut |ask| self.answer(ask, &mut open));
     }
 
     fn answer(&self, ask: Ask, open: &mut HashMap<u32, Mmap>) -> Frame {
         let lacks = || encode_reply(&Reply::Lacks(ask.tensor), &[]);
         let Some(entry) = self.manifest.tensors.get(ask.tensor as usize) else { return lacks() };
-        let end = ask.offset.checked_add(u64::from(ask.bytes));
         let whole = entry.bytes() as u64;
-        let is_fair = (1..=PIECE_BYTES_MAX).contains(&(ask.bytes as usize)) && end.is_some_and(|end| end <= whole);
-        if !is_fair {
+        if !ask.is_within(whole) {
             return lacks();
         }
         let piece =
@@ -214,6 +205,26 @@ impl Stock {
             open.insert(ask.tensor, map);
         }
         open.get(&ask.tensor).map_or_else(lacks, |map| piece(map))
+    }
+}
+
+/// Answers the questions of a taker until it goes or `stop` is set.
+pub(super) fn answer_all(port: &mut dyn Port, stop: &AtomicBool, answer: &mut dyn FnMut(Ask) -> Frame) {
+    while !stop.load(Ordering::Relaxed) {
+        let answered = match port.receive(LOOK) {
+            Ok(arrival) => match decode_ask(&arrival.frame) {
+                Ok(ask) => port.send(answer(ask)).is_ok(),
+                Err(error) => {
+                    tracing::warn!(%error, "a question for weights is not understood");
+                    false
+                }
+            },
+            Err(PortError::Timeout { .. }) => true,
+            Err(_) => false,
+        };
+        if !answered {
+            return;
+        }
     }
 }
 

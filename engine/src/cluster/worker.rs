@@ -10,6 +10,7 @@ use pp_transport::quic::{Joined, Node};
 use super::control::{self, DeviceInfo, Greeting, Holder, Purpose, ToHead, ToWorker, Welcome};
 use super::health;
 use super::session::Session;
+use super::whole::Whole;
 use crate::calibrate::{Calibration, Calibrations, Shape};
 use crate::contract::Build;
 use crate::digest::Digest;
@@ -45,6 +46,14 @@ pub trait Host: Send + Sync {
     fn memory(&self) -> Option<(u64, u64)>;
     /// How the host is, and whether these models are there; nothing that takes long.
     fn examine(&self, models: &[health::Model]) -> Vec<health::Finding>;
+    /// The model that is called so in the places where this host keeps models, and nowhere else. Reading it may take
+    /// long; `stop` ends it.
+    ///
+    /// # Errors
+    /// In words.
+    fn whole(&self, _name: &str, _stop: &AtomicBool) -> Result<Option<Whole>, String> {
+        Ok(None)
+    }
     /// Where it is kept what the devices were measured to take.
     fn calibrations(&self) -> Option<PathBuf> {
         None

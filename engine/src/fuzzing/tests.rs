@@ -4,6 +4,7 @@ use super::*;
 use crate::checkpoint::supplied::Bound;
 use crate::cluster::control::{Beat, CONTROL_VERSION, Fellow, Greeting, Holder, Purpose, Source};
 use crate::cluster::weights::{Ask, Reply, encode_ask, encode_reply};
+use crate::cluster::whole::{Inventory, Item};
 use crate::contract::Build;
 use crate::digest::Digest;
 use crate::message::{Candidate, LogitEdit, Output, OutputRequest, Outputs, Span, Step};
@@ -47,7 +48,11 @@ fn the_corpus_of_control_is_borne() {
         ToWorker::Drain(true),
         ToWorker::Manifest { manifest: vec![1; 20], takers: vec![fellow.clone()] },
         ToWorker::Fetch(vec![Source { fellow, holds: vec![0xff, 1] }]),
+        ToWorker::Whole(1 << 40, "big.gguf".to_owned()),
     ];
+    let item = Item { name: "big.gguf".to_owned(), bytes: 1 << 40, digest: Digest([7; 32]) };
+    let commit = Some("0123abcd".to_owned());
+    let whole = Inventory { model: Digest([7; 32]), commit, folder: "q8".to_owned(), files: vec![item; 2] };
     let spans = vec![StageSpan { step: 4, arrived: 10, sent: 1 << 33, ..StageSpan::default() }; 2];
     let to_head = [
         ToHead::Busy(Holder { head, since: 1_900_000_000, stages: vec![(0, (0, 8), "0".to_owned())] }),
@@ -61,7 +66,12 @@ fn the_corpus_of_control_is_borne() {
         ToHead::Done(Err("it does not".to_owned())),
         ToHead::HasModel(false),
         ToHead::Holds(vec![0x0f; 9]),
-        ToHead::LoadFailed(1, LoadError::NoRoom { needed: 1 << 40, room: 7, bound: Bound::Disk }),
+        ToHead::LoadFailed(
+            1,
+            LoadError::NoRoom { folder: "/cache".to_owned(), needed: 1 << 40, room: 7, bound: Bound::Disk },
+        ),
+        ToHead::Whole(Ok(Some(Box::new(whole)))),
+        ToHead::Whole(Err("it leads elsewhere".to_owned())),
     ];
     let mut seeds: Vec<Vec<u8>> = to_worker.iter().map(|message| said(control::encode(message))).collect();
     seeds.extend(to_head.iter().map(|message| said(control::encode(message))));

@@ -4,12 +4,16 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use super::{program, stderr};
+use crate::cluster::processes::Running;
+use crate::disk::Disk;
 use crate::support::data;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -22,6 +26,12 @@ struct Habits {
     cuts: usize,
     /// Whom it gives anything.
     token: Option<&'static str>,
+    /// How many transfers have a wrong byte.
+    lies: usize,
+    /// Whether its tags say nothing of what is in a file.
+    opaque: bool,
+    /// Half of a large file is sent; the rest when this can be received from.
+    gate: Option<Arc<Mutex<Receiver<()>>>>,
 }
 
 /// A hub with one repository.
@@ -46,12 +56,12 @@ impl Hub {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let endpoint = format!("http://{}", listener.local_addr().expect("bound"));
         let sent: Arc<Mutex<usize>> = Arc::default();
-        let (counts, cuts) = (sent.clone(), Arc::new(Mutex::new(habits.cuts)));
-        let files = Arc::new(files);
+        let counts = sent.clone();
+        let (files, habits) = (Arc::new(files), Arc::new(Mutex::new(habits)));
         std::thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
-                let (files, counts, cuts, habits) = (files.clone(), counts.clone(), cuts.clone(), habits.clone());
-                std::thread::spawn(move || attend(&stream, &files, &counts, &cuts, &habits));
+                let (files, counts, habits) = (files.clone(), counts.clone(), habits.clone());
+                std::thread::spawn(move || attend(&stream, &files, &counts, &habits));
             }
         });
         Hub { endpoint, sent, home: tempfile::tempdir().expect("a folder") }
@@ -64,6 +74,7 @@ impl Hub {
             command.env_remove(name);
         }
         command.env("HF_ENDPOINT", &self.endpoint).env("HF_HOME", self.home.path());
+        command.env("XDG_CONFIG_HOME", self.home.path()).env("XDG_CACHE_HOME", self.home.path().join("cache"));
         command
     }
 
@@ -102,19 +113,38 @@ fn ask(stream: &TcpStream) -> Option<Asked> {
     Some(asked)
 }
 
-fn attend(
-    mut stream: &TcpStream,
-    files: &BTreeMap<String, Vec<u8>>,
-    sent: &Mutex<usize>,
-    cuts: &Mutex<usize>,
-    habits: &Habits,
-) {
+/// Files that are larger lie in the hub's large storage, which has other tags.
+const LARGE: usize = 10_000;
+
+/// The tag of a file, as the hub sends it.
+fn tag(name: &str, bytes: &[u8], opaque: bool) -> String {
+    if opaque {
+        return format!("ETag: \"tag-of-{name}\"\r\n");
+    }
+    if bytes.len() > LARGE {
+        return format!("ETag: \"of-the-storage\"\r\nX-Linked-Etag: \"{}\"\r\n", sum("sha256sum", bytes));
+    }
+    let blob = [format!("blob {}\0", bytes.len()).as_bytes(), bytes].concat();
+    format!("ETag: \"{}\"\r\n", sum("sha1sum", &blob))
+}
+
+/// What a program of coreutils makes of some bytes.
+fn sum(program: &str, bytes: &[u8]) -> String {
+    let mut child =
+        Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("coreutils are there");
+    child.stdin.take().expect("piped").write_all(bytes).expect("it reads");
+    let output = child.wait_with_output().expect("it ends");
+    String::from_utf8_lossy(&output.stdout).split_whitespace().next().expect("a sum").to_owned()
+}
+
+fn attend(mut stream: &TcpStream, files: &BTreeMap<String, Vec<u8>>, sent: &Mutex<usize>, habits: &Mutex<Habits>) {
     let Some(asked) = ask(stream) else { return };
     let mut answer = |status: &str, headers: &str, body: &[u8]| {
         let head = format!("HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {}\r\n{headers}\r\n", body.len());
         let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body));
     };
-    let wanted = habits.token.map(|token| format!("Bearer {token}"));
+    let now = habits.lock().expect("no panic").clone();
+    let wanted = now.token.map(|token| format!("Bearer {token}"));
     if wanted.is_some() && asked.authorization != wanted {
         return answer("401 Unauthorized", "", b"");
     }
@@ -130,17 +160,28 @@ fn attend(
     let from = asked.from.unwrap_or(0).min(bytes.len());
     let to = if asked.one_byte { 1.min(bytes.len()) } else { bytes.len() };
     let range = format!("Content-Range: bytes {from}-{}/{}\r\n", to.saturating_sub(1), bytes.len());
-    let headers = format!("{range}ETag: \"tag-of-{name}\"\r\nX-Repo-Commit: {COMMIT}\r\n");
+    let headers = format!("{range}{}X-Repo-Commit: {COMMIT}\r\n", tag(name, bytes, now.opaque));
     if asked.one_byte {
         return answer("206 Partial Content", &headers, &bytes[from..to]);
     }
-    let mut cuts = cuts.lock().expect("no panic");
-    let some = if *cuts > 0 && bytes.len() > 10_000 { (to - from) / 2 } else { to - from };
-    *cuts = cuts.saturating_sub(usize::from(some < to - from));
+    let mut habits = habits.lock().expect("no panic");
+    let some = if habits.cuts > 0 && bytes.len() > LARGE { (to - from) / 2 } else { to - from };
+    habits.cuts = habits.cuts.saturating_sub(usize::from(some < to - from));
+    let mut sends = bytes[from..from + some].to_vec();
+    if habits.lies > 0 && bytes.len() > LARGE {
+        habits.lies -= 1;
+        sends[some / 2] ^= 1;
+    }
+    drop(habits);
     *sent.lock().expect("no panic") += some;
     let head =
         format!("HTTP/1.1 206 Partial Content\r\nConnection: close\r\nContent-Length: {}\r\n{headers}\r\n", to - from);
-    let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(&bytes[from..from + some]));
+    let (first, second) = sends.split_at(if sends.len() > LARGE { sends.len() / 2 } else { 0 });
+    let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(first));
+    if let Some(gate) = now.gate.filter(|_| sends.len() > LARGE) {
+        let _ = gate.lock().expect("no panic").recv();
+    }
+    let _ = stream.write_all(second);
 }
 
 fn gguf() -> PathBuf {
@@ -187,7 +228,10 @@ fn a_transfer_that_is_cut_goes_on_where_it_was() {
 
 #[test]
 fn a_hub_that_refuses_is_told_in_words() {
-    let hub = Hub::new(&[("a-Q8_0.gguf", gguf()), ("b-Q5_0.gguf", gguf())], Habits { token: Some("mine"), cuts: 0 });
+    let hub = Hub::new(
+        &[("a-Q8_0.gguf", gguf()), ("b-Q5_0.gguf", gguf())],
+        Habits { token: Some("mine"), ..Habits::default() },
+    );
     let told = hub.refused(&mut hub.program(&["pull", REPO]), 4);
     assert!(told.contains("HF_TOKEN"), "{told}");
     let told = hub.refused(hub.program(&["pull", REPO]).env("HF_TOKEN", "mine"), 2);
@@ -207,4 +251,90 @@ fn what_was_not_pulled_says_how_to() {
     let told = hub.refused(&mut hub.program(&["inspect", REPO]), 4);
     assert!(told.contains("pp-run pull tiny/llama"), "{told}");
     assert_eq!(*hub.sent.lock().unwrap(), 0);
+}
+
+/// A file that came wrongly is fetched again, once, and never has its name; one that was damaged in the cache, too.
+#[test]
+fn what_is_not_what_the_hub_says_is_fetched_again_or_refused() {
+    let files = || [("m-Q8_0.gguf", gguf())];
+    let hub = Hub::new(&files(), Habits { lies: 1, ..Habits::default() });
+    let output = hub.program(&["pull", REPO, "--json"]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("m-Q8_0.gguf came and is not what the hub says it is"), "{}", stderr(&output));
+    assert_eq!(*hub.sent.lock().unwrap(), 2 * size(&gguf()));
+    let pulled: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let path = PathBuf::from(pulled["path"].as_str().unwrap());
+    assert_eq!(std::fs::read(&path).unwrap(), std::fs::read(gguf()).unwrap());
+
+    // One byte of the blob changes, and its time with it.
+    let mut bytes = std::fs::read(gguf()).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(path.canonicalize().unwrap(), &bytes).unwrap();
+    let output = hub.program(&["pull", REPO, "--json"]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("in the cache is not what the hub has"), "{}", stderr(&output));
+    assert_eq!(*hub.sent.lock().unwrap(), 3 * size(&gguf()));
+    assert_eq!(std::fs::read(&path).unwrap(), std::fs::read(gguf()).unwrap());
+
+    let hub = Hub::new(&files(), Habits { lies: 2, ..Habits::default() });
+    let told = hub.refused(&mut hub.program(&["pull", REPO]), 1);
+    assert!(told.contains("came twice and is not what the hub says"), "{told}");
+    let repo = hub.home.path().join("hub/models--tiny--llama");
+    let named = [repo.join("snapshots").join(COMMIT).join("m-Q8_0.gguf"), repo.join("refs/main")];
+    assert_eq!(named.map(|path| path.exists()), [false; 2]);
+    assert_eq!(std::fs::read_dir(repo.join("blobs")).map_or(0, Iterator::count), 0);
+}
+
+#[test]
+fn a_hub_whose_tags_say_nothing_is_believed_and_that_is_told() {
+    let hub = Hub::new(&[("m-Q8_0.gguf", gguf())], Habits { opaque: true, ..Habits::default() });
+    let output = hub.program(&["pull", REPO, "--json"]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("only its length is looked at"), "{}", stderr(&output));
+}
+
+/// A disk that fills up in the midst of a file: what came stays under no name that it is not, and is gone on with.
+#[test]
+fn a_full_disk_is_told_and_gone_on_with_once_there_is_room() {
+    let (go_on, gate) = channel();
+    let habits = Habits { gate: Some(Arc::new(Mutex::new(gate))), ..Habits::default() };
+    let hub = Hub::new(&[("m-Q8_0.gguf", gguf())], habits);
+    let folder = hub.home.path().join("hub");
+    let test = "a_full_disk_is_told_and_gone_on_with_once_there_is_room";
+    let Some(disk) = Disk::new(&folder, 2 * size(&gguf()) as u64, test) else { return };
+    let repo = disk.folder().join("models--tiny--llama");
+    let part = || {
+        let blobs = repo.join(".pp-run-pull/models--tiny--llama/blobs");
+        let entries = std::fs::read_dir(blobs).into_iter().flatten().flatten().map(|entry| entry.path());
+        let part = entries.into_iter().find(|path| path.extension().is_some_and(|end| end == "part"));
+        part.map_or(0, |path| std::fs::metadata(path).map_or(0, |meta| meta.len() as usize))
+    };
+    let pull = || Running::start(&mut disk.enter(&hub.program(&["pull", REPO, "--json"])));
+    let first = pull();
+    let until = Instant::now() + Duration::from_secs(120);
+    while part() < size(&gguf()) / 2 {
+        assert!(Instant::now() < until, "half of it comes: {}", first.said());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    disk.fill();
+    go_on.send(()).unwrap();
+    let (code, told) = first.end();
+    assert_eq!(code, Some(1), "{told}");
+    let there = part();
+    assert!((size(&gguf()) / 2..size(&gguf())).contains(&there), "{there}");
+    assert!(told.contains("no room for m-Q8_0.gguf: "), "{told}");
+    assert!(told.contains(&format!("({} bytes), and the disk of", size(&gguf()) - there)), "{there}: {told}");
+    assert!(!repo.join("snapshots").exists() && !repo.join("blobs").exists());
+    // Nothing is asked for as long as there is no room.
+    let sent = *hub.sent.lock().unwrap();
+    assert_eq!(pull().end().0, Some(1));
+    assert_eq!(*hub.sent.lock().unwrap(), sent);
+    disk.free();
+    go_on.send(()).unwrap();
+    let (code, told) = pull().end();
+    assert_eq!(code, Some(0), "{told}");
+    assert_eq!(*hub.sent.lock().unwrap() - sent, size(&gguf()) - there, "just what was missing");
+    let snapshot = repo.join("snapshots").join(COMMIT).join("m-Q8_0.gguf");
+    assert_eq!(std::fs::read(snapshot).unwrap(), std::fs::read(gguf()).unwrap());
 }

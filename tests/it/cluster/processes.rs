@@ -45,7 +45,7 @@ impl Machine {
             None => Command::new(binary),
         };
         command.args(arguments).stdin(Stdio::null()).env("HOME", self.home.path());
-        for name in ["PP_MODEL", "PP_MODELS", "PP_LOG", "PP_CHECKED", "PP_JOIN_CODE"] {
+        for name in ["PP_MODEL", "PP_MODELS", "PP_LOG", "PP_CHECKED", "PP_JOIN_CODE", "HF_HOME", "HF_HUB_CACHE"] {
             command.env_remove(name);
         }
         for (name, folder) in [("XDG_CONFIG_HOME", "config"), ("XDG_DATA_HOME", "data"), ("XDG_CACHE_HOME", "cache")] {

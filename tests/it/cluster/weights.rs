@@ -145,7 +145,7 @@ const LARGE: u64 = 50_000_000;
 const SMALL: u64 = 1 << 20;
 
 /// A model of 103 MB, nearly all of it the LM head: long enough on its way to be broken off.
-fn large(folder: &std::path::Path) -> String {
+pub fn large(folder: &std::path::Path) -> String {
     const VOCAB: usize = 800_000;
     let tiny = data(MODEL);
     for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
@@ -182,7 +182,7 @@ fn large(folder: &std::path::Path) -> String {
     text(folder)
 }
 
-fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+pub fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + Duration::from_secs(120);
     loop {
         if let Some(found) = look() {

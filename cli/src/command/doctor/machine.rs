@@ -49,7 +49,8 @@ pub fn of_worker(wanted: &[Model]) -> Vec<Finding> {
 fn of_host(places: &Places) -> Vec<Finding> {
     let mut findings = vec![free_memory()];
     findings.extend(places.folder.as_deref().map(|folder| disk("disk of models", folder)));
-    findings.extend(places.digests.as_deref().map(|file| disk("disk of the cache", file)));
+    let cache = places.digests.as_deref().and_then(Path::parent);
+    findings.extend(cache.map(|folder| disk("disk of the cache", folder)));
     findings.push(interfaces(Path::new("/sys/class/net")));
     findings.extend(sockets());
     findings.extend(keys());
@@ -330,19 +331,21 @@ fn model(path: &Path, digests: &mut Digests) -> Finding {
 /// Whether a model of the head's is here. Nothing is read for it that was never read.
 fn wanted_model(places: &Places, wanted: &Model) -> Finding {
     let subject = format!("model {}", wanted.name);
-    let copy = "copy it into the models folder, under any name";
+    let copy =
+        "copy it into the models folder, under any name; else its layers come from the head when they are wanted";
     let Some(folder) = &places.folder else {
         return Finding::new(Severity::Warning, &subject, "there is no models folder", "set PP_MODELS or HOME");
     };
-    let found = Digests::new(places.digests.clone()).find(
-        wanted.digest,
-        wanted.bytes,
-        std::slice::from_ref(folder),
-        &mut |_, _| false,
-    );
+    let (mut digests, searched) = (Digests::new(places.digests.clone()), places.searched());
+    let found = digests.find(wanted.digest, wanted.bytes, &searched, &mut |_, _| false);
     match found {
         Ok(Some(path)) => Finding::ok(&subject, format!("here as {}", path.display())),
-        Ok(None) => Finding::new(Severity::Note, &subject, format!("no copy in {}", folder.display()), copy),
+        Ok(None) => Finding::new(
+            Severity::Note,
+            &subject,
+            format!("no copy in {}, nor in the hub's cache", folder.display()),
+            copy,
+        ),
         Err(_) => {
             let found = "a file of its size is here, which was never read whole";
             Finding::new(Severity::Note, &subject, found, "the first run that uses it reads it once")

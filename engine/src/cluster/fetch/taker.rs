@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use pp_transport::{Port, PortError};
 
-use super::{Fetcher, LOOK, no_use};
+use super::{Fetcher, LOOK};
 use crate::cluster::weights::{Ask, CREDITS, PIECE_BYTES_MAX, Reply, decode_reply, encode_ask};
 use crate::tensor_cache::Part;
 
@@ -91,7 +91,7 @@ impl Taker {
                 }
                 Ok(part) => self.fetcher.finish(self.source, want, part),
                 Err(error) => {
-                    self.fetcher.fail(no_use(error, self.fetcher.needed));
+                    self.fetcher.cannot_keep(error);
                     return None;
                 }
             }

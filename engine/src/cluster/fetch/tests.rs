@@ -266,7 +266,8 @@ fn a_cache_that_cannot_hold_it_says_how_much_was_needed() {
     let (place, model) = (place(), model(&[400, 800]));
     let small = TensorCache::new(place.cache.folder().to_owned(), 1199);
     let error = Fetcher::new(model.0, small, &[vec![0], vec![0, 1]]).unwrap_err();
-    assert_eq!(error, SupplyError::NoRoom { needed: 1200, room: 1199, bound: Bound::Cap });
+    let folder = place.cache.folder().display().to_string();
+    assert_eq!(error, SupplyError::NoRoom { folder, needed: 1200, room: 1199, bound: Bound::Cap });
 }
 
 #[test]
