@@ -14,6 +14,7 @@ mod overlap;
 mod paced;
 mod planned;
 mod programs;
+mod resumed;
 mod sampling;
 mod serve;
 mod service;
