@@ -20,6 +20,7 @@ pub mod edge;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 pub mod head;
+pub mod journal;
 mod json_file;
 pub mod law;
 pub mod layout;
