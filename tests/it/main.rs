@@ -8,6 +8,7 @@ mod cluster;
 mod constrained;
 mod crowd;
 mod house;
+mod journal;
 mod kernels;
 mod models;
 mod overlap;

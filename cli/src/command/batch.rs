@@ -2,6 +2,9 @@
 //!
 //! Answers are appended as they are complete, a line each, and pushed to the disk's cache at once. A later run with the
 //! same files goes on where this one ended: it reads which lines have an answer, and cuts off half a line at the end.
+//! With a journal ([`middle`]) it also goes on with the answers that were in their middle.
+
+mod middle;
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::{File, OpenOptions};
@@ -25,10 +28,11 @@ use crate::output::{Out, Report};
 use crate::plan::{self, Plan, Wanted};
 use crate::prompts::{Form, Prompts};
 use crate::report::{StageRow, TokenRow, stage_table};
-use crate::requests::tools::{self, ToolCall, ToolUse};
+use crate::requests::tools::{self, CallIds, ToolCall, ToolUse};
 use crate::requests::{self, Defaults, RequestLine};
 use crate::settings::{self, SEQUENCES};
-use crate::{cancel, report};
+use crate::{cancel, models, report};
+use middle::Middle;
 
 /// What every line of answers begins with.
 const LINE_BEGIN: &[u8] = b"{\"line\":";
@@ -40,24 +44,30 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
     let out = Out::new(args.output.json, args.quiet);
     let done = Done::read(&args.out)?;
     let checkpoint = super::open(&args.model)?;
+    let mut middle = Middle::open(args, || models::digest_of(&checkpoint, &out), &out)?;
     let template = super::run::chat_template(args.chat_template.as_deref())?;
+    let also = format!("{template:?} {:?}", args.tool_format);
     let prompts = Prompts::new(&checkpoint, template)?.with_tool_format(args.tool_format.map(settings::tool_format));
     let defaults = Defaults {
         sampling: settings::sampling(&args.sampling, &checkpoint.generation, 0, 0)?,
         max_tokens: args.sampling.max_tokens,
         stop: args.sampling.stop.clone(),
     };
+    let also = format!("{also} {defaults:?}");
     let vocab = checkpoint.config.vocab;
-    let mut lines = Vec::new();
+    let mut lines: Vec<Line> = Vec::new();
     for line in requests::open(&args.file)? {
         let (number, text) = line?;
+        let wanted = text.as_ref().map_or(String::new(), |text| wanted(text, &also));
         let parsed = text.and_then(|text| RequestLine::parse(&text));
         let id = parsed.as_ref().ok().and_then(|line| line.id.clone());
         if !done.has(number, id.as_ref()) {
             let job = parsed.and_then(|line| job(&line, &prompts, &defaults, vocab));
-            lines.push(Line { number, id, job });
+            lines.push(Line { number, id, job, wanted });
         }
     }
+    let wanted: HashMap<usize, &str> = lines.iter().map(|line| (line.number, line.wanted.as_str())).collect();
+    middle.keep(|line, as_then| wanted.get(&line) == Some(&as_then));
     let total = lines.len() + done.lines.len();
     let jobs = || lines.iter().filter_map(|line| line.job.as_ref().ok());
     let answers = jobs().map(|job| job.request.choices as usize).sum::<usize>();
@@ -65,10 +75,15 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
     if !done.lines.is_empty() {
         out.note(&format!("{} of {total} lines have an answer in {} already", done.lines.len(), args.out.display()));
     }
+    if middle.begun() > 0 {
+        out.note(&format!("what the journal holds goes on from its middle: {}", middle.begun()));
+    }
     let plan = plan::make(checkpoint.clone(), &args.pipeline, wanted, &out)?;
+    let precision = super::precision(&plan);
     let file = done.open(&args.out)?;
     let load = |plan: &Plan| super::load(plan, super::head_options(&args.pipeline), prompts.tokenizer().clone(), &out);
     let (head, load_seconds) = load(&plan)?;
+    middle.with(&head, precision, &out);
     // The workers are free before they are asked for again.
     drop(plan);
     let again = || Ok(load(&plan::make(checkpoint.clone(), &args.pipeline, wanted, &out)?)?.0);
@@ -84,8 +99,10 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
         answered: total - lines.len(),
         report: BatchReport { lines: total, ..BatchReport::default() },
         running: HashMap::new(),
+        middle,
+        out: &out,
     };
-    let (head, cancelled) = batch.answer(lines, head, &again, &out)?;
+    let (head, cancelled) = batch.answer(lines, head, &again)?;
     batch.bar.finish();
     drop(batch.live);
     let seconds = started.elapsed().as_secs_f64();
@@ -109,6 +126,13 @@ struct Line {
     number: usize,
     id: Option<Value>,
     job: Result<Job, String>,
+    /// The digest of what it and the options say.
+    wanted: String,
+}
+
+/// What decides about an answer, beside the model: the line, and options for all lines.
+fn wanted(line: &str, also: &str) -> String {
+    blake3::Hasher::new().update(line.as_bytes()).update(&[0]).update(also.as_bytes()).finalize().to_hex().to_string()
 }
 
 struct Job {
@@ -207,25 +231,22 @@ struct Batch<'a> {
     answered: usize,
     report: BatchReport,
     running: HashMap<RequestId, Pending>,
+    middle: Middle,
+    out: &'a Out,
 }
 
 struct Pending {
     line: usize,
     id: Option<Value>,
     job: Job,
+    wanted: String,
     choices: Vec<Option<Answer>>,
 }
 
 impl Batch<'_> {
     /// Answers lines until there are no more, or the user wants it to end: true then. When a worker fails, what it was at
     /// is asked again of a pipeline that `again` gets, as long as there are answers in between.
-    fn answer(
-        &mut self,
-        lines: Vec<Line>,
-        mut head: Head,
-        again: &dyn Fn() -> Result<Head>,
-        out: &Out,
-    ) -> Result<(Head, bool)> {
+    fn answer(&mut self, lines: Vec<Line>, mut head: Head, again: &dyn Fn() -> Result<Head>) -> Result<(Head, bool)> {
         let mut lines: VecDeque<Line> = lines.into();
         let mut failed_at = None;
         self.bar.update(self.answered, self.total);
@@ -241,12 +262,13 @@ impl Batch<'_> {
             }
             self.live.tick(&head);
             let mut ended = Vec::new();
-            let turn = head.turn(PATIENCE, cancel::flag(), &mut |event| {
-                if let Event::Done { choice, answer } = event
-                    && answer.finish_reason != FinishReason::Failed
-                {
+            let middle = &mut self.middle;
+            let turn = head.turn(PATIENCE, cancel::flag(), &mut |event| match event {
+                Event::Token { choice, token } => middle.token(choice, token),
+                Event::Done { choice, answer } if answer.finish_reason != FinishReason::Failed => {
                     ended.push((choice, answer));
                 }
+                _ => {}
             });
             for (choice, answer) in ended {
                 let Some(pending) = self.running.get_mut(&choice.request) else { continue };
@@ -254,17 +276,19 @@ impl Batch<'_> {
                 if pending.choices.iter().all(Option::is_some) {
                     let pending = self.running.remove(&choice.request).expect("it was there");
                     self.write_answer(pending)?;
+                    self.middle.ended(choice.request, self.out);
                 }
             }
             match turn {
                 Err(error) if error.is_cancelled() => return Ok((head, true)),
                 Err(error) if report::has_workers(head.pipeline()) && failed_at != Some(self.answered) => {
                     failed_at = Some(self.answered);
-                    out.note(&format!("{error}; asking again for what it was at"));
+                    self.out.note(&format!("{error}; asking again for what it was at"));
+                    self.middle.interrupted();
                     let mut unanswered: Vec<Pending> = self.running.drain().map(|(_, pending)| pending).collect();
                     unanswered.sort_by_key(|pending| std::cmp::Reverse(pending.line));
-                    for Pending { line: number, id, job, .. } in unanswered {
-                        lines.push_front(Line { number, id, job: Ok(job) });
+                    for Pending { line: number, id, job, wanted, .. } in unanswered {
+                        lines.push_front(Line { number, id, job: Ok(job), wanted });
                     }
                     drop(head);
                     head = again()?;
@@ -277,29 +301,35 @@ impl Batch<'_> {
 
     /// Gives a line to the head; gives it back where the head is busy.
     fn submit(&mut self, line: Line, head: &mut Head) -> Result<Option<Line>> {
-        let Line { number, id, job } = line;
-        let job = match job {
+        let job = match &line.job {
             Ok(job) => job,
-            Err(message) => return self.write_error(number, id, &message).map(|()| None),
+            Err(message) => return self.write_error(line.number, line.id.clone(), message).map(|()| None),
         };
         // A few wait beside those that run; the rest stays here.
         let status = head.status();
-        if status.waiting >= head.scheduler().limits().sequences {
-            return Ok(Some(Line { number, id, job: Ok(job) }));
+        if status.waiting >= head.scheduler().limits().sequences || self.middle.must_wait(&line) {
+            return Ok(Some(line));
         }
         let constraint = match self.prompts.constraint(&job.form, job.tools.as_ref()) {
             Ok(constraint) => constraint,
-            Err(invalid) => return self.write_error(number, id, &invalid.to_string()).map(|()| None),
+            Err(invalid) => return self.write_error(line.number, line.id.clone(), &invalid.to_string()).map(|()| None),
         };
-        match head.submit(Request { constraint, ..job.request.clone() }) {
+        let mut request = Request { constraint, ..job.request.clone() };
+        if let Some((prompt, begun)) = self.middle.of(line.number) {
+            (request.prompt, request.begun) = (prompt, begun);
+        }
+        match head.submit(request) {
             Ok(request) => {
+                self.middle.runs(request, &line, self.out);
+                let Line { number, id, job, wanted } = line;
+                let job = job.expect("it was looked at");
                 let choices = vec![None; job.request.choices.max(1) as usize];
-                self.running.insert(request, Pending { line: number, id, job, choices });
+                self.running.insert(request, Pending { line: number, id, job, wanted, choices });
                 Ok(None)
             }
-            Err(HeadError::Refused(Refused::Busy { .. })) => Ok(Some(Line { number, id, job: Ok(job) })),
+            Err(HeadError::Refused(Refused::Busy { .. })) => Ok(Some(line)),
             Err(error @ (HeadError::Refused(_) | HeadError::NoSuchToken { .. })) => {
-                self.write_error(number, id, &error.to_string()).map(|()| None)
+                self.write_error(line.number, line.id.clone(), &error.to_string()).map(|()| None)
             }
             Err(error) => Err(error.into()),
         }
@@ -385,7 +415,7 @@ impl ChoiceRow {
     fn of(index: usize, answer: &Answer, job: &Job) -> ChoiceRow {
         let (text, tool_calls, finish_reason) = match job.form.tools {
             Some(format) => {
-                let (text, calls, reason) = tools::read(&answer.text, format, answer.finish_reason);
+                let (text, calls, reason) = tools::read(&answer.text, format, answer.finish_reason, &CallIds::any());
                 (text, Some(calls), reason)
             }
             None => (answer.text.clone(), None, answer.finish_reason.name()),
