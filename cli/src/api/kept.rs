@@ -45,7 +45,7 @@ pub struct OnDisconnect {
     /// What becomes of the request when its client goes: `cancel`, as unless said otherwise, or `finish`, which wants a
     /// server with a journal. Its answers are then at `/v1/requests/{id}`.
     #[serde(rename = "x-on-disconnect")]
-    #[param(pattern = "^(cancel|finish)$")]
+    #[param(value_type = String, required = false, pattern = "^(cancel|finish)$")]
     x_on_disconnect: Option<String>,
 }
 

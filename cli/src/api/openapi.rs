@@ -93,7 +93,8 @@ mod tests {
             let header = &chat["parameters"][0];
             let pattern = if has_key { "^cancel$" } else { "^(cancel|finish)$" };
             assert_eq!((&header["name"], &header["in"]), (&"x-on-disconnect".into(), &"header".into()));
-            assert_eq!(header["schema"]["pattern"], pattern);
+            assert_eq!((&header["schema"]["pattern"], &header["required"]), (&pattern.into(), &false.into()));
+            assert_eq!(header["schema"]["type"], "string");
         }
     }
 }

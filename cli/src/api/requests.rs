@@ -27,11 +27,13 @@ const WAIT_MAX: f64 = 86_400.0;
 #[into_params(parameter_in = Query)]
 pub struct Wanted {
     /// Whether they are sent in server-sent events; as the request said unless said otherwise.
+    #[param(value_type = bool, required = false)]
     stream: Option<bool>,
     /// With a stream: the id of the last event that came; those that follow it are sent. So does `Last-Event-ID`.
+    #[param(value_type = String, required = false)]
     after: Option<String>,
     /// Without a stream: how many seconds to wait for the answers to be complete; as long as it takes unless said otherwise.
-    #[param(minimum = 0, maximum = 86400)]
+    #[param(value_type = f64, required = false, minimum = 0, maximum = 86400)]
     wait: Option<f64>,
 }
 

@@ -57,10 +57,10 @@ fn begin(server: &Server, Asked { id, path, body }: &Asked) -> TcpStream {
     server.begin("POST", path, &headers, &body.to_string())
 }
 
-/// Reads so many bytes.
+/// Reads so many bytes, or all that come.
 fn read(stream: &mut TcpStream, count: usize) -> Vec<u8> {
-    let mut bytes = vec![0; count];
-    stream.read_exact(&mut bytes).expect("it streams");
+    let mut bytes = Vec::new();
+    stream.take(count as u64).read_to_end(&mut bytes).expect("it streams");
     bytes
 }
 
