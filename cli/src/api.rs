@@ -14,15 +14,18 @@ mod formed;
 pub mod guard;
 mod health;
 mod json;
+pub mod kept;
 mod logprobs;
 pub mod metrics;
 mod openapi;
 mod page;
 pub mod pipeline;
 mod request_id;
+mod requests;
 mod schemas;
 pub mod server;
 mod stream;
+mod telling;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -43,6 +46,7 @@ use crate::requests::choosing::Invalid;
 use errors::ApiError;
 pub use formed::Compiling;
 use guard::Key;
+use kept::Kept;
 use metrics::Metrics;
 pub use request_id::Name;
 
@@ -57,7 +61,9 @@ pub struct State {
     pub prompts: Prompts,
     pub model: Model,
     pub settings: Settings,
-    pub metrics: Metrics,
+    pub metrics: Arc<Metrics>,
+    /// Answers that outlive their clients and this program, where there is a journal.
+    pub kept: Option<Arc<Kept>>,
     pub compiling: Compiling,
     /// What is said of the pipeline beside what the service knows.
     pub facts: Arc<pipeline::Facts>,
@@ -180,6 +186,7 @@ fn keyed() -> Router<Shared> {
         .route("/v1/models/{model}", get(catalogue::one))
         .route("/v1/chat/completions", post(chat::chat))
         .route("/v1/completions", post(completions::completions))
+        .route("/v1/requests/{id}", get(requests::show).delete(requests::cancel))
         .route("/v1/embeddings", post(catalogue::embeddings))
         .route("/metrics", get(metrics::metrics))
         .route("/v1/pipeline", get(pipeline::show))

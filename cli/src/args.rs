@@ -11,6 +11,7 @@ use std::path::PathBuf;
 
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use pp_engine::journal;
 use serde::Deserialize;
 
 pub use bench::{ApiArg, BenchArgs, Lengths, LoadArgs};
@@ -505,6 +506,14 @@ pub struct BatchArgs {
     pub pipeline: PipelineArgs,
     #[command(flatten)]
     pub sampling: SamplingArgs,
+    /// Keep what there is of unfinished answers in FILE: a run that died goes on in their middle, with the same tokens,
+    /// when it is started again
+    #[arg(long, value_name = "FILE", help_heading = "Journal")]
+    pub journal: Option<PathBuf>,
+    /// Most bytes of the journal's file. Half of them is for what runs, with all tokens that it may come to; lines that
+    /// would not fit wait
+    #[arg(long, value_name = "BYTES", default_value_t = journal::BYTES_DEFAULT, value_parser = clap::value_parser!(u64).range(journal::BYTES_MIN..=journal::BYTES_MAX), requires = "journal", help_heading = "Journal")]
+    pub journal_bytes: u64,
     /// Write what every stage did when to FILE, for `pp-run trace` and ui.perfetto.dev
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub trace: Option<PathBuf>,

@@ -11,6 +11,7 @@ mod command;
 mod errors;
 mod hardware;
 mod hub;
+mod journaled;
 mod logging;
 mod measured;
 mod memory;

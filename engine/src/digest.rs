@@ -34,7 +34,7 @@ const SIDE_FILES: [&str; 6] = [
 ];
 
 /// A BLAKE3 digest. Text and JSON have it in hexadecimal.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Digest(pub [u8; 32]);
 
 impl Digest {

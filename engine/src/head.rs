@@ -2,6 +2,7 @@
 
 mod probe;
 mod recovery;
+mod replay;
 mod request;
 mod score;
 pub mod service;
@@ -157,6 +158,8 @@ pub struct Head {
     scheduler: Scheduler,
     recorder: Arc<Recorder>,
     running: HashMap<RequestId, Running>,
+    /// What became of answers that had begun when they were asked for; said by the next turn.
+    replayed: Vec<Event>,
     in_flight: VecDeque<InFlight>,
     /// Oldest first; stages elsewhere tell what they did a little later.
     unmeasured: VecDeque<Measured>,
@@ -186,6 +189,7 @@ impl Head {
             scheduler: Scheduler::new(limits).with_shares(shares),
             recorder,
             running: HashMap::new(),
+            replayed: Vec::new(),
             in_flight: VecDeque::new(),
             unmeasured: VecDeque::new(),
             accounted: 0,
@@ -242,17 +246,20 @@ impl Head {
         }
     }
 
-    /// Takes a request; [`Head::turn`] makes it go on.
+    /// Takes a request; [`Head::turn`] makes it go on. Answers that have begun go on behind what there is of them, which
+    /// the next turn says as if it had just been drawn.
     ///
     /// # Errors
     /// [`HeadError::Refused`], [`HeadError::NoSuchToken`], and [`HeadError::Down`] once the pipeline has failed.
-    pub fn submit(&mut self, request: Request) -> Result<RequestId, HeadError> {
+    pub fn submit(&mut self, mut request: Request) -> Result<RequestId, HeadError> {
         if let Some(reason) = self.down.as_ref().filter(|_| !self.options.recovers) {
             return Err(HeadError::Down { reason: reason.clone() });
         }
         self.check_ids(&request.prompt)?;
         let biased: Vec<u32> = request.sampling.logit_bias.iter().map(|(id, _)| *id).collect();
         self.check_ids(&biased)?;
+        let begun: Vec<u32> = request.begun.iter().flatten().map(|token| token.id).collect();
+        self.check_ids(&begun)?;
         if request.max_tokens == 0 {
             return Err(Refused::NothingWanted.into());
         }
@@ -271,7 +278,9 @@ impl Head {
         };
         let choices = (0..choices).map(|_| state()).collect();
         let submitted = Instant::now();
+        let begun = std::mem::take(&mut request.begun);
         self.running.insert(id, Running { request, submitted, cached: 0, prefilled: 0, choices });
+        self.replay(id, begun);
         Ok(id)
     }
 
@@ -313,6 +322,7 @@ impl Head {
         cancel: &AtomicBool,
         say: &mut dyn FnMut(Event),
     ) -> Result<Turn, HeadError> {
+        std::mem::take(&mut self.replayed).into_iter().for_each(&mut *say);
         let turn = self.try_turn(patience, cancel, say);
         if let Err(error) = &turn
             && !error.is_cancelled()
@@ -399,7 +409,8 @@ impl Head {
         for part in &batch.parts {
             let Choice { request, index } = part.choice;
             if let Some(running) = self.running.get_mut(&request).filter(|_| index == 0 && until.is_none()) {
-                running.cached = running.cached.max(self.scheduler.spared(part.choice));
+                let spared = self.scheduler.spared(part.choice).min(running.request.prompt.len());
+                running.cached = running.cached.max(spared);
                 if running.choices[0].ids.is_empty() {
                     prefilled.push((request, part.start + part.ids.len()));
                 }
@@ -519,10 +530,9 @@ impl Head {
     /// Draws the next token of an answer and decides whether it goes on.
     fn draw(&mut self, choice: Choice, output: &Output, say: &mut dyn FnMut(Event)) -> Result<(), HeadError> {
         let vocab = self.pipeline.limits().vocab;
-        let capacity = self.scheduler.limits().capacity();
-        let Some(running) = self.running.get_mut(&choice.request) else { return Ok(()) };
+        let Some(running) = self.running.get(&choice.request) else { return Ok(()) };
         let Running { request, choices, .. } = running;
-        let state = &mut choices[choice.index as usize];
+        let state = &choices[choice.index as usize];
         let history = History { prompt: &request.prompt, answer: &state.ids };
         let position = request.prompt.len() + state.ids.len();
         let allowed = state.constraint.as_ref().map(Progress::allowed);
@@ -538,11 +548,23 @@ impl Head {
             }
         };
         self.drawn += 1;
+        let token = token(id, output, request.sampling.candidates);
+        self.take(choice, token, say);
+        Ok(())
+    }
+
+    /// Adds a token to an answer and decides whether it goes on; nothing where it has ended.
+    fn take(&mut self, choice: Choice, token: Token, say: &mut dyn FnMut(Event)) {
+        let capacity = self.scheduler.limits().capacity();
+        let Some(running) = self.running.get_mut(&choice.request) else { return };
+        let Running { request, choices, .. } = running;
+        let Some(state) = choices.get_mut(choice.index as usize).filter(|state| !state.done) else { return };
+        let position = request.prompt.len() + state.ids.len();
+        let id = token.id;
         let now = Instant::now();
         state.first.get_or_insert(now);
         state.last = Some(now);
         state.ids.push(id);
-        let token = token(id, output, request.sampling.candidates);
         say(Event::Token { choice, token: token.clone() });
         state.tokens.push(token);
         let ends = request.stop_at_eos && self.tokenizer.eos_ids().contains(&id);
@@ -561,7 +583,6 @@ impl Head {
         if let Some(reason) = reason {
             self.done(choice, reason, say);
         }
-        Ok(())
     }
 
     /// Hands an answer out, once.
@@ -613,7 +634,7 @@ impl Head {
             Event::Done { choice, answer: done } if choice.request == id => answer = Some(done),
             event => say(event),
         };
-        while self.running.contains_key(&id) {
+        while self.running.contains_key(&id) || !self.replayed.is_empty() {
             if cancel.load(Ordering::Relaxed) {
                 self.cancel(id, &mut hear);
                 break;
@@ -637,7 +658,7 @@ impl Head {
             answers.push(vec![None; request.choices.max(1) as usize]);
             ids.insert(self.submit(request)?, i);
         }
-        while !self.running.is_empty() {
+        while !self.running.is_empty() || !self.replayed.is_empty() {
             self.turn(PATIENCE, cancel, &mut |event| {
                 if let Event::Done { choice, answer } = event
                     && let Some(i) = ids.get(&choice.request)

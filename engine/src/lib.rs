@@ -21,6 +21,7 @@ pub mod edge;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 pub mod head;
+pub mod journal;
 pub mod json_file;
 pub mod law;
 pub mod layout;

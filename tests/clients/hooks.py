@@ -103,6 +103,9 @@ def breaks_a_rule(case, error):
     """Whether an error is right by a rule, and names the field that breaks it."""
     if case.path == "/v1/embeddings":
         return error["code"] == "unsupported_parameter"
+    if case.path == "/v1/requests/{id}":
+        # Only the request knows whether it was streamed, and what its events are called.
+        return error["param"] in ("wait", "after")
     if case.method.upper() != "POST" or not isinstance(case.body, dict):
         return False
     rule = RULES.get((re.split(r"[.\[]", error["param"] or "")[0], error["code"]))
@@ -120,6 +123,11 @@ def filter_failure(context, failure, case, response):
 @schemathesis.hook
 def map_case(context, case):
     """Made-up requests mostly break a rule: of those that are right by the document, every other is made to keep them."""
+    if case.path == "/v1/requests/{id}" and KEPT:
+        # Of one that was answered, mostly.
+        case.path_parameters = {"id": KEPT[-1]}
+        if case.method.upper() == "DELETE":
+            KEPT.pop()
     is_positive = case.meta is not None and case.meta.generation.mode.is_positive
     if is_positive and isinstance(case.body, dict) and len(json.dumps(case.body, default=str)) % 2:
         case.body = kept(case.body)
@@ -140,11 +148,15 @@ def kept(body):
 
 
 ANSWERED = collections.Counter()
+# Names of requests that were answered, whose answers are kept.
+KEPT = collections.deque(maxlen=100)
 
 
 @schemathesis.hook
 def after_call(context, case, response):
     """Counts."""
+    if case.method.upper() == "POST" and response.status_code == 200:
+        KEPT.extend(response.headers["x-request-id"])
     ANSWERED[f"{case.operation.label} {response.status_code}"] += 1
 
 

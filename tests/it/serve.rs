@@ -1,6 +1,6 @@
 //! The server over real sockets, with a client that knows nothing of it.
 
-mod client;
+pub(crate) mod client;
 mod down;
 mod formed;
 
@@ -275,6 +275,10 @@ fn what_is_wrong_is_refused_by_name() {
     let broken = server.send("POST", "/v1/completions", &[], "{\"prompt\": ");
     assert_eq!((broken.status, &broken.json()["error"]["code"]), (400, &"invalid_json".into()));
     assert_eq!(server.get("/v1/models").ok()["data"][0]["id"], "llama-tied");
+    for path in ["/v1/models/%ff", "/v1/models/gpt-4", "/v1/requests/%ff"] {
+        let missing = server.get(path);
+        assert!(missing.status == 404 && missing.json()["error"]["code"].is_string(), "{path}: {}", missing.body);
+    }
     let named = server.send("GET", "/v1/models", &[("x-request-id", "mine-1")], "");
     assert_eq!(named.header("x-request-id"), Some("mine-1"));
 }

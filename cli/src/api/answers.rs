@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use pp_engine::head::service::{Notice, Ticket};
+use pp_engine::head::service::{Notice, ServiceError, Ticket};
 use pp_engine::head::{Answer, Event, FinishReason, Request, Token};
 use serde::Serialize;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
@@ -11,6 +11,7 @@ use utoipa::ToSchema;
 
 use super::Shared;
 use super::errors::ApiError;
+use super::kept::Attached;
 use super::metrics::Outcome;
 use crate::requests::Stop;
 use crate::requests::choosing::{Choosing, Invalid};
@@ -78,12 +79,17 @@ impl Wanted<'_> {
     }
 }
 
-/// Answers that are waited for. Dropping it cancels what is not complete.
+/// What is heard of a prompt's answers; an error is the last.
+pub type Heard = (usize, Result<Notice, ApiError>);
+
+/// Answers that are waited for. Dropping it cancels what is not complete, unless it is kept.
 pub struct Asked {
     state: Shared,
-    notices: UnboundedReceiver<(usize, Notice)>,
-    heard: VecDeque<(usize, Notice)>,
+    notices: UnboundedReceiver<Heard>,
+    heard: VecDeque<Heard>,
     tickets: Vec<Ticket>,
+    /// Where the answers are kept: what is counted, and who cancels, is told there.
+    attached: Option<Attached>,
     /// Answers of each prompt.
     choices: usize,
     left: usize,
@@ -102,39 +108,78 @@ impl Asked {
     pub async fn ask(state: &Shared, requests: Vec<Request>, name: &str) -> Result<Asked, ApiError> {
         let choices = requests.first().map_or(1, |request| request.choices.max(1)) as usize;
         let (sender, notices) = unbounded_channel();
-        let (count, prompt_tokens) = (requests.len(), requests.iter().map(|request| request.prompt.len()).sum());
+        let count = requests.len();
+        let prompt_tokens = requests.iter().map(|request| request.prompt.len()).sum();
         let ask = |(prompt, request)| {
             // Bounded by what the request may come to: see `head::service`.
             let sender = sender.clone();
             state.service.submit(request, move |notice| {
                 // Whoever asked may be gone.
-                let _ = sender.send((prompt, notice));
+                let _ = sender.send((prompt, Ok(notice)));
             })
         };
         let tickets = requests.into_iter().enumerate().map(ask).collect();
-        let heard = VecDeque::new();
-        let left = count * choices;
-        let formed_by = String::new();
-        let mut asked =
-            Asked { state: state.clone(), notices, heard, tickets, choices, left, prompt_tokens, formed_by };
         drop(sender);
+        let mut asked = Asked::hearing(state, notices, (count, choices, prompt_tokens));
+        asked.tickets = tickets;
+        asked.taken(count, name).await
+    }
+
+    /// Answers that are kept, told from their beginnings on.
+    pub fn attached(state: &Shared, notices: UnboundedReceiver<Heard>, attached: Attached) -> Asked {
+        let mut asked = Asked::hearing(state, notices, attached.counts());
+        asked.attached = Some(attached);
+        asked
+    }
+
+    /// Of so many prompts, with so many answers each, and of so many tokens.
+    fn hearing(
+        state: &Shared,
+        notices: UnboundedReceiver<Heard>,
+        (prompts, choices, prompt_tokens): (usize, usize, usize),
+    ) -> Asked {
+        Asked {
+            state: state.clone(),
+            notices,
+            heard: VecDeque::new(),
+            tickets: Vec::new(),
+            attached: None,
+            choices,
+            left: prompts * choices,
+            prompt_tokens,
+            formed_by: String::new(),
+        }
+    }
+
+    /// Once the service has taken all `prompts`.
+    ///
+    /// # Errors
+    /// When one of them is refused.
+    pub async fn taken(mut self, prompts: usize, name: &str) -> Result<Asked, ApiError> {
+        let prompt_tokens = self.prompt_tokens;
         let mut taken = 0;
-        while taken < count {
-            match asked.notices.recv().await {
-                Some((_, Notice::Taken(request))) => {
+        while taken < prompts {
+            match self.notices.recv().await {
+                Some((_, Ok(Notice::Taken(request)))) => {
                     tracing::info!(id = name, request = request.0, prompt_tokens, "taken");
                     taken += 1;
                 }
-                Some((_, Notice::Refused(error))) => {
+                Some((_, Ok(Notice::Refused(error)))) => {
                     // It was never asked, as far as anybody counts.
-                    asked.left = 0;
+                    self.left = 0;
                     return Err(error.into());
                 }
-                Some(other) => asked.heard.push_back(other),
+                Some((_, Err(error))) => return Err(error),
+                Some(other) => self.heard.push_back(other),
                 None => return Err(ApiError::stopping()),
             }
         }
-        Ok(asked)
+        Ok(self)
+    }
+
+    /// Whether whoever loses it may ask again.
+    pub fn is_kept(&self) -> bool {
+        self.attached.is_some()
     }
 
     /// Answers that are not complete.
@@ -155,15 +200,22 @@ impl Asked {
                 None => self.notices.recv().await,
             };
             let happening = match next {
-                Some((prompt, Notice::Event(event))) => self.event(prompt, event),
-                Some((_, Notice::Failed(failure))) => {
+                Some((prompt, Ok(Notice::Event(event)))) => self.event(prompt, event),
+                Some((_, Ok(Notice::Failed(failure)))) => {
                     self.end(Outcome::Failed);
-                    let error = pp_engine::head::service::ServiceError::from(failure);
+                    Some(Happening::Failed(ServiceError::from(failure).into()))
+                }
+                Some((_, Ok(Notice::Refused(error)))) => {
+                    self.end(Outcome::Failed);
                     Some(Happening::Failed(error.into()))
                 }
-                Some((_, Notice::Paused(failure))) => Some(Happening::Paused(failure.to_string())),
-                Some((_, Notice::Resumed(text))) => Some(Happening::Paused(text)),
-                Some((_, Notice::Taken(_) | Notice::Refused(_))) => None,
+                Some((_, Ok(Notice::Paused(failure)))) => Some(Happening::Paused(failure.to_string())),
+                Some((_, Ok(Notice::Resumed(text)))) => Some(Happening::Paused(text)),
+                Some((_, Ok(Notice::Taken(_)))) => None,
+                Some((_, Err(error))) => {
+                    self.end(Outcome::Failed);
+                    Some(Happening::Failed(error))
+                }
                 None => {
                     self.end(Outcome::Cancelled);
                     Some(Happening::Failed(ApiError::stopping()))
@@ -193,7 +245,9 @@ impl Asked {
             Event::Done { choice, answer } => {
                 let index = at(choice.index);
                 self.left -= 1;
-                self.state.metrics.answered(&answer);
+                if self.attached.is_none() {
+                    self.state.metrics.answered(&answer);
+                }
                 Some(Happening::Done(index, answer))
             }
         }
@@ -217,7 +271,10 @@ impl Asked {
 
     /// What is left ends without an answer.
     fn end(&mut self, outcome: Outcome) {
-        self.state.metrics.ended(outcome, std::mem::take(&mut self.left) as u64);
+        let left = std::mem::take(&mut self.left) as u64;
+        if self.attached.is_none() {
+            self.state.metrics.ended(outcome, left);
+        }
         self.tickets.clear();
     }
 }

@@ -24,7 +24,12 @@ use super::json::Json;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A body of JSON.
-pub struct JsonBody<T>(pub T);
+pub struct JsonBody<T> {
+    /// What it says.
+    pub value: T,
+    /// As it was sent.
+    pub text: String,
+}
 
 impl<T: DeserializeOwned> FromRequest<Shared> for JsonBody<T> {
     type Rejection = ApiError;
@@ -33,7 +38,9 @@ impl<T: DeserializeOwned> FromRequest<Shared> for JsonBody<T> {
         let bytes_max = state.settings.body_bytes_max;
         check(request.headers(), bytes_max)?;
         let bytes = read(request.into_body(), bytes_max).await?;
-        Ok(JsonBody(parse(&bytes)?))
+        let value = parse(&bytes)?;
+        let text = String::from_utf8(bytes).map_err(|error| ApiError::not_json(format!("the body: {error}")))?;
+        Ok(JsonBody { value, text })
     }
 }
 
@@ -116,7 +123,7 @@ async fn read(body: Body, bytes_max: usize) -> Result<Vec<u8>, ApiError> {
 }
 
 /// JSON as `T`. It is made on the thread that talks to the client: never more of it at once than there are such threads.
-fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     let value = serde_json::from_slice(bytes)
         .map_err(|error| ApiError::not_json(format!("the body is not valid JSON: {error}")))?;
     serde_path_to_error::deserialize(Json(value)).map_err(|error| {

@@ -7,7 +7,7 @@ use utoipa::ToSchema;
 
 use super::chat::Delta;
 use super::logprobs::Placed;
-use crate::requests::tools::{ToolCall, finish_reason};
+use crate::requests::tools::{CallIds, ToolCall, finish_reason};
 
 /// A piece of a call: the first has its id and the function's name, those that follow more of the arguments.
 #[derive(Debug, Serialize, ToSchema)]
@@ -35,13 +35,14 @@ pub struct FunctionDelta {
 pub struct Calling {
     format: ToolFormat,
     parser: ToolParser,
+    ids: CallIds,
     /// Tokens of text that is held back.
     pub tokens: Vec<Placed>,
 }
 
 impl Calling {
-    pub fn new(format: ToolFormat) -> Calling {
-        Calling { format, parser: ToolParser::new(format), tokens: Vec::new() }
+    pub fn new(format: ToolFormat, ids: CallIds) -> Calling {
+        Calling { format, parser: ToolParser::new(format), ids, tokens: Vec::new() }
     }
 
     /// More text; what has become certain.
@@ -60,7 +61,7 @@ impl Calling {
         let delta = |piece| match piece {
             Piece::Text(text) => Delta::of_text(text),
             Piece::Call { index, name } => {
-                let ToolCall { id, kind, function } = ToolCall::begun(name, self.format);
+                let ToolCall { id, kind, function } = ToolCall::begun(name, self.ids.of(index, self.format));
                 let function = FunctionDelta { name: Some(function.name), arguments: function.arguments };
                 Delta::of_call(CallDelta { index, id: Some(id), kind: Some(kind), function })
             }

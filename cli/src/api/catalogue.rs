@@ -1,6 +1,7 @@
 //! `/v1/models`, and what this server does not do.
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use serde::Serialize;
 use utoipa::ToSchema;
@@ -54,7 +55,12 @@ pub async fn list(State(state): State<Shared>) -> Json<ModelList> {
     (status = 401, description = "No key, or a wrong one", body = ErrorBody),
     (status = 404, description = "Another model", body = ErrorBody),
 ))]
-pub async fn one(State(state): State<Shared>, Path(model): Path<String>) -> Result<Json<ModelCard>, ApiError> {
+pub async fn one(
+    State(state): State<Shared>,
+    model: Result<Path<String>, PathRejection>,
+) -> Result<Json<ModelCard>, ApiError> {
+    // One that is no text is none that is served.
+    let model = model.map(|Path(model)| model).unwrap_or_default();
     state.model.check(Some(&model))?;
     Ok(Json(card(&state)))
 }

@@ -1,27 +1,27 @@
 //! `/v1/chat/completions`
 
-use axum::Json;
 use axum::extract::{Extension, State};
-use axum::response::{IntoResponse, Response};
+use axum::http::HeaderMap;
+use axum::response::Response;
 use pp_engine::head::{Answer, Request};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-use super::answers::{Asked, Usage, Wanted};
+use super::answers::{Usage, Wanted};
 use super::body::JsonBody;
 use super::calls::{CallDelta, Calling};
 use super::errors::{ApiError, ErrorBody};
 use super::formed::{Formed, WantedForm};
 use super::logprobs::{ChatLogprobs, Placed, Waiting};
-use super::stream::{self, Chunks, json};
-use super::{Name, Shared, schemas};
-use crate::prompts::Form;
+use super::stream::{Chunks, json};
+use super::telling::{Endpoint, Prepared, Prior, Telling};
+use super::{Name, Shared, kept, schemas};
 use crate::requests::Stop;
 use crate::requests::choosing::{Choosing, Invalid};
 use crate::requests::format::ResponseFormat;
 use crate::requests::messages::{ChatMessage, conversation};
-use crate::requests::tools::{self, ToolCall, ToolChoice, ToolSpec};
+use crate::requests::tools::{self, CallIds, ToolCall, ToolChoice, ToolSpec};
 
 /// Candidates of a token with their log-probabilities, at most.
 const TOP_LOGPROBS_MAX: u32 = 20;
@@ -302,6 +302,7 @@ impl Delta {
     post,
     path = "/v1/chat/completions",
     tag = "OpenAI",
+    params(kept::OnDisconnect),
     request_body = ChatRequest,
     security(("key" = [])),
     responses(
@@ -313,21 +314,34 @@ impl Delta {
         (status = 401, description = "No key, or a wrong one", body = ErrorBody),
         (status = 404, description = "Another model", body = ErrorBody),
         (status = 408, description = "The body did not come", body = ErrorBody),
+        (status = 409, description = "With a journal: a request of this x-request-id is kept", body = ErrorBody),
         (status = 413, description = "The body is too large", body = ErrorBody),
         (status = 415, description = "The body is no JSON by its Content-Type, or is compressed", body = ErrorBody),
-        (status = 429, description = "The queue is full: see Retry-After", body = ErrorBody),
+        (status = 429, description = "The queue, or the journal, is full: see Retry-After", body = ErrorBody),
         (status = 503, description = "The pipeline is down, or the server is stopping", body = ErrorBody),
     )
 )]
 pub async fn chat(
     State(state): State<Shared>,
     Extension(Name(name)): Extension<Name>,
-    JsonBody(mut request): JsonBody<ChatRequest>,
+    headers: HeaderMap,
+    JsonBody { value, text }: JsonBody<ChatRequest>,
 ) -> Result<Response, ApiError> {
-    state.model.check(request.model.as_deref())?;
+    state.model.check(value.model.as_deref())?;
+    let prepared = prepare(&state, &name, value, None).await?;
+    kept::answer(&state, prepared, &name, text, &headers).await
+}
+
+/// What a body comes to; with `prior` once more.
+pub async fn prepare(
+    state: &Shared,
+    name: &str,
+    mut request: ChatRequest,
+    prior: Option<Prior>,
+) -> Result<Prepared, ApiError> {
     request.check_unsupported()?;
     let is_streamed = request.is_streamed()?;
-    let wanted = request.wanted()?.request(&state)?;
+    let mut wanted = request.wanted()?.request(state)?;
     let messages = conversation(&request.messages, "messages")?;
     let form = WantedForm {
         format: request.response_format.take(),
@@ -335,59 +349,49 @@ pub async fn chat(
         choice: request.tool_choice.take(),
         parallel: request.parallel_tool_calls,
     };
-    let Formed { form, tools, constraint } = form.compile(&state).await?;
+    let Formed { form, tools, constraint } = form.compile(state).await?;
     let extra = request.template_variables();
-    let encode = move |state: &Shared| state.prompts.chat_with_tools(&messages, tools.as_ref(), &extra);
-    let prompt = state.encode("messages", &name, encode).await?;
-    let shown_specials = form.shown_specials.clone();
-    let wanted = Request { prompt, constraint, shown_specials, ..wanted };
-    let asked = Asked::ask(&state, vec![wanted], &name).await;
-    let mut asked = asked.map_err(|error| error.about_prompt("messages"))?;
-    form.param().clone_into(&mut asked.formed_by);
-    let has_logprobs = request.logprobs == Some(true);
-    let include_usage = request.stream_options.and_then(|options| options.include_usage) == Some(true);
-    let mut chunks = ChatChunks {
-        id: super::answer_id("chatcmpl"),
-        created: super::now(),
-        include_usage,
-        state: state.clone(),
-        form,
-        calling: Vec::new(),
+    let (id, created, prompt) = match prior {
+        Some(Prior { id, created, seed, mut prompts }) => {
+            wanted.sampling.seed = seed;
+            (id, created, prompts.pop().unwrap_or_default())
+        }
+        None => {
+            let encode = move |state: &Shared| state.prompts.chat_with_tools(&messages, tools.as_ref(), &extra);
+            (super::answer_id("chatcmpl"), super::now(), state.encode("messages", name, encode).await?)
+        }
     };
-    if is_streamed {
-        let calling = |_| chunks.form.tools.map(Calling::new);
-        chunks.calling = (0..asked.answers()).filter_map(calling).collect();
-        let shown = chunks.form.shown_specials.clone();
-        let options = stream::Options { logprobs: has_logprobs, include_usage };
-        let waiting = || Waiting::new(state.prompts.tokenizer().clone(), &shown);
-        return Ok(stream::respond(asked, chunks, &options, waiting));
-    }
-    let mut usage = Usage::of_prompts(asked.prompt_tokens);
-    let answers = asked.all().await?;
-    answers.iter().enumerate().for_each(|(index, answer)| usage.add(answer, index == 0));
-    Ok(Json(chunks.whole(answers, has_logprobs, usage)).into_response())
+    let shown_specials = form.shown_specials.clone();
+    let telling = Telling {
+        endpoint: Endpoint::Chat,
+        id,
+        created,
+        is_streamed,
+        include_usage: request.stream_options.and_then(|options| options.include_usage) == Some(true),
+        has_logprobs: request.logprobs == Some(true),
+        form,
+    };
+    Ok(Prepared { requests: vec![Request { prompt, constraint, shown_specials, ..wanted }], telling })
 }
 
-struct ChatChunks {
-    id: String,
-    created: u64,
-    include_usage: bool,
-    state: Shared,
-    form: Form,
+/// The answers of a conversation, in pieces or whole.
+pub struct ChatChunks {
+    pub telling: Telling,
+    pub state: Shared,
     /// Of each answer that is streamed, where tools may be called.
-    calling: Vec<Calling>,
+    pub calling: Vec<Calling>,
 }
 
 impl ChatChunks {
     fn chunk(&self, choices: Vec<ChunkChoice>, usage: Option<Usage>) -> String {
         json(&ChatChunk {
-            id: &self.id,
+            id: &self.telling.id,
             object: "chat.completion.chunk",
-            created: self.created,
+            created: self.telling.created,
             model: &self.state.model.id,
             system_fingerprint: super::FINGERPRINT,
             choices,
-            usage: self.include_usage.then_some(usage),
+            usage: self.telling.include_usage.then_some(usage),
         })
     }
 
@@ -412,13 +416,17 @@ impl ChatChunks {
         tokens.map(|tokens| ChatLogprobs::new(self.state.prompts.tokenizer(), tokens))
     }
 
-    fn whole(self, answers: Vec<Answer>, has_logprobs: bool, usage: Usage) -> ChatCompletion {
+    pub fn whole(self, answers: Vec<Answer>, usage: Usage) -> ChatCompletion {
+        let Telling { form, has_logprobs, .. } = &self.telling;
         let tokenizer = self.state.prompts.tokenizer();
         let choice = |(index, answer): (usize, Answer)| {
-            let shown = &self.form.shown_specials;
+            let shown = &form.shown_specials;
             let tokens = has_logprobs.then(|| Waiting::all(tokenizer, shown, &answer.tokens, &answer.text));
-            let (text, tool_calls, finish_reason) = match self.form.tools {
-                Some(format) => tools::read(&answer.text, format, answer.finish_reason),
+            let (text, tool_calls, finish_reason) = match form.tools {
+                Some(format) => {
+                    let ids = CallIds::new(&self.telling.id, index);
+                    tools::read(&answer.text, format, answer.finish_reason, &ids)
+                }
                 None => (answer.text, Vec::new(), answer.finish_reason.name()),
             };
             let content = Some(text).filter(|text| !text.is_empty() || tool_calls.is_empty());
@@ -433,11 +441,11 @@ impl ChatChunks {
         ChatCompletion {
             choices,
             object: "chat.completion",
-            created: self.created,
+            created: self.telling.created,
             model: self.state.model.id.clone(),
             system_fingerprint: super::FINGERPRINT,
             usage,
-            id: self.id,
+            id: self.telling.id,
         }
     }
 }

@@ -1,20 +1,22 @@
 //! `/v1/completions`: texts to be continued, without a chat template.
 
-use axum::Json;
 use axum::extract::{Extension, State};
-use axum::response::{IntoResponse, Response};
+use axum::http::HeaderMap;
+use axum::response::Response;
 use pp_engine::head::{Answer, Request};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-use super::answers::{Asked, Usage, Wanted};
+use super::answers::{Usage, Wanted};
 use super::body::JsonBody;
 use super::chat::StreamOptions;
 use super::errors::{ApiError, ErrorBody};
 use super::logprobs::{CompletionLogprobs, Placed, Waiting};
-use super::stream::{self, Chunks, json};
-use super::{Name, Shared, schemas};
+use super::stream::{Chunks, json};
+use super::telling::{Endpoint, Prepared, Prior, Telling};
+use super::{Name, Shared, kept, schemas};
+use crate::prompts::Form;
 use crate::requests::Stop;
 use crate::requests::choosing::{Choosing, Invalid};
 
@@ -196,6 +198,7 @@ pub struct CompletionChoice {
     post,
     path = "/v1/completions",
     tag = "OpenAI",
+    params(kept::OnDisconnect),
     request_body = CompletionRequest,
     security(("key" = [])),
     responses(
@@ -207,55 +210,72 @@ pub struct CompletionChoice {
         (status = 401, description = "No key, or a wrong one", body = ErrorBody),
         (status = 404, description = "Another model", body = ErrorBody),
         (status = 408, description = "The body did not come", body = ErrorBody),
+        (status = 409, description = "With a journal: a request of this x-request-id is kept", body = ErrorBody),
         (status = 413, description = "The body is too large", body = ErrorBody),
         (status = 415, description = "The body is no JSON by its Content-Type, or is compressed", body = ErrorBody),
-        (status = 429, description = "The queue is full: see Retry-After", body = ErrorBody),
+        (status = 429, description = "The queue, or the journal, is full: see Retry-After", body = ErrorBody),
         (status = 503, description = "The pipeline is down, or the server is stopping", body = ErrorBody),
     )
 )]
 pub async fn completions(
     State(state): State<Shared>,
     Extension(Name(name)): Extension<Name>,
-    JsonBody(request): JsonBody<CompletionRequest>,
+    headers: HeaderMap,
+    JsonBody { value, text }: JsonBody<CompletionRequest>,
 ) -> Result<Response, ApiError> {
-    state.model.check(request.model.as_deref())?;
+    state.model.check(value.model.as_deref())?;
+    let prepared = prepare(&state, &name, value, None).await?;
+    kept::answer(&state, prepared, &name, text, &headers).await
+}
+
+/// What a body comes to; with `prior` once more.
+pub async fn prepare(
+    state: &Shared,
+    name: &str,
+    request: CompletionRequest,
+    prior: Option<Prior>,
+) -> Result<Prepared, ApiError> {
     request.check_unsupported()?;
     let is_streamed = request.stream == Some(true);
     Invalid::unless(is_streamed || request.stream_options.is_none(), "stream_options", "stream to be true with it")?;
-    let wanted = request.wanted()?.request(&state)?;
-    let prompt = request.prompt.clone();
+    let mut wanted = request.wanted()?.request(state)?;
+    let prompt = request.prompt;
     Invalid::unless((1..=PROMPTS_MAX).contains(&prompt.len()), "prompt", "1 to 128 prompts")?;
-    let prompts = state.encode_all("prompt", &name, move |state| prompt.encode(state)).await?;
+    let (id, created, prompts) = match prior {
+        Some(Prior { id, created, seed, prompts }) => {
+            wanted.sampling.seed = seed;
+            (id, created, prompts)
+        }
+        None => {
+            let prompts = state.encode_all("prompt", name, move |state| prompt.encode(state)).await?;
+            (super::answer_id("cmpl"), super::now(), prompts)
+        }
+    };
+    let telling = Telling {
+        endpoint: Endpoint::Completions,
+        id,
+        created,
+        is_streamed,
+        include_usage: request.stream_options.and_then(|options| options.include_usage) == Some(true),
+        has_logprobs: request.logprobs.is_some(),
+        form: Form::default(),
+    };
     let requests = prompts.into_iter().map(|prompt| Request { prompt, ..wanted.clone() }).collect();
-    let asked = Asked::ask(&state, requests, &name).await.map_err(|error| error.about_prompt("prompt"))?;
-    let include_usage = request.stream_options.and_then(|options| options.include_usage) == Some(true);
-    let chunks =
-        CompletionChunks { id: super::answer_id("cmpl"), created: super::now(), include_usage, state: state.clone() };
-    let has_logprobs = request.logprobs.is_some();
-    if is_streamed {
-        let options = stream::Options { logprobs: has_logprobs, include_usage };
-        return Ok(stream::respond(asked, chunks, &options, || Waiting::new(state.prompts.tokenizer().clone(), &[])));
-    }
-    let mut usage = Usage::of_prompts(asked.prompt_tokens);
-    let choices = asked.choices();
-    let answers = asked.all().await?;
-    answers.iter().enumerate().for_each(|(index, answer)| usage.add(answer, index % choices == 0));
-    Ok(Json(chunks.whole(answers, has_logprobs, usage)).into_response())
+    Ok(Prepared { requests, telling })
 }
 
-struct CompletionChunks {
-    id: String,
-    created: u64,
-    include_usage: bool,
-    state: Shared,
+/// Texts that go on, in pieces or whole.
+pub struct CompletionChunks {
+    pub telling: Telling,
+    pub state: Shared,
 }
 
 impl CompletionChunks {
     fn completion(&self, choices: Vec<CompletionChoice>, usage: Option<Option<Usage>>) -> Completion<'_> {
         Completion {
-            id: &self.id,
+            id: &self.telling.id,
             object: "text_completion",
-            created: self.created,
+            created: self.telling.created,
             model: &self.state.model.id,
             system_fingerprint: super::FINGERPRINT,
             choices,
@@ -268,11 +288,11 @@ impl CompletionChunks {
     }
 
     fn one(&self, choice: CompletionChoice) -> String {
-        json(&self.completion(vec![choice], self.include_usage.then_some(None)))
+        json(&self.completion(vec![choice], self.telling.include_usage.then_some(None)))
     }
 
-    fn whole(&self, answers: Vec<Answer>, has_logprobs: bool, usage: Usage) -> Completion<'_> {
-        let tokenizer = self.state.prompts.tokenizer();
+    pub fn whole(&self, answers: Vec<Answer>, usage: Usage) -> Completion<'_> {
+        let (tokenizer, has_logprobs) = (self.state.prompts.tokenizer(), self.telling.has_logprobs);
         let choice = |(index, answer): (usize, Answer)| {
             let tokens = has_logprobs.then(|| Waiting::all(tokenizer, &[], &answer.tokens, &answer.text));
             CompletionChoice {

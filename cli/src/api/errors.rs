@@ -4,6 +4,7 @@ use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use pp_engine::head::service::ServiceError;
+use pp_engine::journal::Refusal;
 use pp_engine::schedule::Refused;
 use serde::Serialize;
 use utoipa::ToSchema;
@@ -148,6 +149,44 @@ impl ApiError {
         ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, Some("internal_error"), message)
     }
 
+    /// A name that another request has.
+    pub fn name_in_use(name: &str) -> ApiError {
+        let message = format!(
+            "a request with x-request-id {name:?} is kept: its answers are at GET /v1/requests/{name}; send another id for another request"
+        );
+        ApiError::new(StatusCode::CONFLICT, Some("request_id_in_use"), message)
+    }
+
+    /// Nothing that is kept has this name.
+    pub fn no_such_request(name: &str, has_journal: bool) -> ApiError {
+        let message = match has_journal {
+            true => format!(
+                "no answers of a request {name:?} are kept: it was never asked, was cancelled, or ended long ago"
+            ),
+            false => "this server keeps no answers: it was started without --journal".to_owned(),
+        };
+        ApiError::new(StatusCode::NOT_FOUND, Some("request_not_found"), message)
+    }
+
+    /// Somebody wanted it to end.
+    pub fn cancelled() -> ApiError {
+        ApiError::new(StatusCode::CONFLICT, Some("request_cancelled"), "the request was cancelled")
+    }
+
+    /// Nothing could be written down.
+    pub fn not_ready(reason: &str) -> ApiError {
+        let message = format!("the journal cannot be written: {reason}");
+        let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, Some("journal_failing"), message);
+        error.retry_after(DOWN_RETRY_SECONDS as f64)
+    }
+
+    /// What was asked is not on the disk.
+    pub fn not_kept(reason: &str) -> ApiError {
+        let message = format!("the request was not written to the journal, and is not answered: {reason}");
+        let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, Some("journal_failing"), message);
+        error.retry_after(DOWN_RETRY_SECONDS as f64)
+    }
+
     /// The answer was cut off because the server stops.
     pub fn stopping() -> ApiError {
         let message = "the server is stopping";
@@ -164,6 +203,18 @@ impl From<Invalid> for ApiError {
     fn from(Invalid { param, message }: Invalid) -> ApiError {
         let message = format!("{param}: {message}");
         ApiError::invalid(param, message)
+    }
+}
+
+impl From<Refusal> for ApiError {
+    fn from(refusal: Refusal) -> ApiError {
+        match &refusal {
+            Refusal::Full { .. } => {
+                let error = ApiError::new(StatusCode::TOO_MANY_REQUESTS, Some("journal_full"), refusal.to_string());
+                error.retry_after(DOWN_RETRY_SECONDS as f64)
+            }
+            Refusal::Failing { reason } => ApiError::not_kept(reason),
+        }
     }
 }
 

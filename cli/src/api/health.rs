@@ -60,12 +60,15 @@ pub struct Ready {
 /// Whether a request would be taken.
 #[utoipa::path(get, path = "/ready", tag = "Watching", responses(
     (status = 200, body = Ready),
-    (status = 503, description = "The pipeline is down, or the server is stopping", body = ErrorBody),
+    (status = 503, description = "The pipeline is down, the journal cannot be written, or the server is stopping", body = ErrorBody),
 ))]
 pub async fn ready(State(state): State<Shared>) -> Result<Json<Ready>, ApiError> {
     let standing = state.service.standing();
     if standing.is_draining {
         return Err(ApiError::stopping());
+    }
+    if let Some(reason) = state.kept.as_ref().and_then(|kept| kept.journal().failing) {
+        return Err(ApiError::not_ready(&reason));
     }
     if let Some(failure) = standing.down {
         return Err(ServiceError::Down(failure).into());

@@ -7,6 +7,7 @@ use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use pp_engine::head::Answer;
 use pp_engine::head::service::Standing;
+use pp_engine::journal;
 use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 use prometheus_client::metrics::counter::Counter;
@@ -84,10 +85,13 @@ impl Metrics {
     }
 
     /// In Prometheus' text format.
-    fn text(&self, standing: &Standing) -> Result<String, std::fmt::Error> {
+    fn text(&self, standing: &Standing, journal: Option<&journal::Standing>) -> Result<String, std::fmt::Error> {
         let mut text = String::new();
         encode_registry(&mut text, &self.registry)?;
         encode_registry(&mut text, &observed::registry(standing))?;
+        if let Some(journal) = journal {
+            encode_registry(&mut text, &observed::journal(journal))?;
+        }
         encode_eof(&mut text)?;
         Ok(text)
     }
@@ -130,7 +134,11 @@ impl Metrics {
 ))]
 pub async fn metrics(State(state): State<Shared>) -> Result<Response, ApiError> {
     // A trace is looked through: that is not for a thread that talks to clients.
-    let text = tokio::task::spawn_blocking(move || state.metrics.text(&state.service.standing())).await;
+    let text = tokio::task::spawn_blocking(move || {
+        let journal = state.kept.as_ref().map(|kept| kept.journal());
+        state.metrics.text(&state.service.standing(), journal.as_ref())
+    });
+    let text = text.await;
     let text = text.map_err(|error| ApiError::internal(error.to_string()))?;
     let text = text.map_err(|error| ApiError::internal(error.to_string()))?;
     Ok(([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response())

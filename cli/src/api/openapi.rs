@@ -18,6 +18,8 @@ use super::Shared;
         super::catalogue::list,
         super::catalogue::one,
         super::catalogue::embeddings,
+        super::requests::show,
+        super::requests::cancel,
         super::health::health,
         super::health::ready,
         super::metrics::metrics,
@@ -28,8 +30,8 @@ use super::Shared;
 )]
 struct Document;
 
-/// The document of a server that wants a key, or of one that does not.
-fn document(has_key: bool) -> Value {
+/// The document of a server that wants a key, or of one that does not; with a journal or without.
+fn document(has_key: bool, has_journal: bool) -> Value {
     let mut document = Document::openapi();
     if has_key {
         let key = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
@@ -43,6 +45,10 @@ fn document(has_key: bool) -> Value {
         if !has_key && let Some(operation) = operation.as_object_mut() {
             operation.shift_remove("security");
             operation["responses"].as_object_mut().and_then(|responses| responses.shift_remove("401"));
+        }
+        let parameters = operation.get_mut("parameters").and_then(Value::as_array_mut).into_iter().flatten();
+        for parameter in parameters.filter(|parameter| !has_journal && parameter["name"] == "x-on-disconnect") {
+            parameter["schema"]["pattern"] = "^cancel$".into();
         }
         if let Some(schema) = operation.pointer_mut("/responses/200/content/text~1event-stream/schema") {
             *schema = events_of(schema.take());
@@ -63,7 +69,7 @@ fn events_of(schema: Value) -> Value {
 /// This document.
 #[utoipa::path(get, path = "/openapi.json", tag = "Watching", responses((status = 200, body = Object)))]
 pub async fn openapi(State(state): State<Shared>) -> Json<Value> {
-    Json(document(state.settings.key.is_some()))
+    Json(document(state.settings.key.is_some(), state.kept.is_some()))
 }
 
 #[cfg(test)]
@@ -74,7 +80,7 @@ mod tests {
     #[test]
     fn the_document_is_whole() {
         for has_key in [false, true] {
-            let document = document(has_key);
+            let document = document(has_key, !has_key);
             let text = document.to_string();
             for reference in text.split("\"$ref\":\"#").skip(1).map(|rest| rest.split('"').next().unwrap()) {
                 assert!(document.pointer(reference).is_some(), "{reference}");
@@ -84,6 +90,11 @@ mod tests {
             assert_eq!(events["anyOf"].as_array().map(Vec::len), Some(3), "{events}");
             assert_eq!((chat["security"].is_array(), chat["responses"]["401"].is_object()), (has_key, has_key));
             assert_eq!(text.contains("bearer"), has_key);
+            let header = &chat["parameters"][0];
+            let pattern = if has_key { "^cancel$" } else { "^(cancel|finish)$" };
+            assert_eq!((&header["name"], &header["in"]), (&"x-on-disconnect".into(), &"header".into()));
+            assert_eq!((&header["schema"]["pattern"], &header["required"]), (&pattern.into(), &false.into()));
+            assert_eq!(header["schema"]["type"], "string");
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Every request has a name: the client's, if it sends a sane one. It is in the response and in the log.
+//! Every request has a name: the client's, if it sends a sane one, else one that nobody guesses. It is in the response
+//! and in the log; where answers are kept it is what they are asked for by.
 
 use std::time::Instant;
 
@@ -26,7 +27,17 @@ impl Name {
             let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte);
             (1..=LENGTH_MAX).contains(&name.len()) && name.bytes().all(plain)
         };
-        Name(sent.filter(is_sane).map_or_else(|| super::answer_id("req"), str::to_owned))
+        Name(sent.filter(is_sane).map_or_else(secret, str::to_owned))
+    }
+}
+
+/// A name that nobody guesses: 128 bits of the system's randomness.
+fn secret() -> String {
+    let mut bytes = [0; 16];
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
+        Ok(16) => format!("req-{:032x}", u128::from_le_bytes(bytes)),
+        // No system without it is known.
+        _ => panic!("the system gives no random bytes"),
     }
 }
 

@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+use pp_engine::journal;
 
 use super::{ModelArgs, OutputArgs, PipelineArgs, ToolFormatArg};
 
@@ -14,6 +15,7 @@ Examples:
   pp-run serve                                             the demo model, at http://127.0.0.1:8080/v1
   pp-run serve -m qwen.gguf --stages 2 --device 0,1        over two adapters
   openssl rand -hex 32 > key && pp-run serve --host 0.0.0.0 --api-key key   for other machines too
+  pp-run serve --journal /var/lib/pp-run/journal --resume   what runs outlives a crash of the program
   curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{\"messages\": [{\"role\": \"user\", \"content\": \"What is a pipeline?\"}]}'")]
 pub struct ServeArgs {
@@ -54,6 +56,20 @@ pub struct ServeArgs {
     /// On SIGTERM or Ctrl-C, how long answers that have begun may take to end
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=86_400), help_heading = "Server")]
     pub drain: u64,
+    /// Write what is asked and answered to FILE: what runs when the program dies is finished after a restart with
+    /// --resume, with the same tokens, and clients get their answers at /v1/requests/ID (see the README)
+    #[arg(long, value_name = "FILE", help_heading = "Journal")]
+    pub journal: Option<PathBuf>,
+    /// Finish what the journal holds. Right for every start; without it a journal with something unfinished is an error
+    #[arg(long, requires = "journal", help_heading = "Journal")]
+    pub resume: bool,
+    /// Most bytes of the journal's file. Half of them is for what runs, with all tokens that it may come to; what would
+    /// not fit is refused
+    #[arg(long, value_name = "BYTES", default_value_t = journal::BYTES_DEFAULT, value_parser = clap::value_parser!(u64).range(journal::BYTES_MIN..=journal::BYTES_MAX), requires = "journal", help_heading = "Journal")]
+    pub journal_bytes: u64,
+    /// How long answers that are complete are kept for clients that lost them
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(0..=86_400), requires = "journal", help_heading = "Journal")]
+    pub keep_answers: u64,
     /// How log lines (stderr) are written
     #[arg(long, value_enum, default_value_t, value_name = "FORMAT", help_heading = "Output")]
     pub log_format: LogFormat,

@@ -2,6 +2,9 @@
 //!
 //! Answers are appended as they are complete, a line each, and pushed to the disk's cache at once. A later run with the
 //! same files goes on where this one ended: it reads which lines have an answer, and cuts off half a line at the end.
+//! With a journal ([`middle`]) it also goes on with the answers that were in their middle.
+
+mod middle;
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::{File, OpenOptions};
@@ -26,10 +29,11 @@ use crate::plan::{self, Wanted};
 use crate::prompts::{Form, Prompts};
 use crate::recovery::{Recovered, Recovery};
 use crate::report::{StageRow, TokenRow, stage_table};
-use crate::requests::tools::{self, ToolCall, ToolUse};
+use crate::requests::tools::{self, CallIds, ToolCall, ToolUse};
 use crate::requests::{self, Defaults, RequestLine};
 use crate::settings::{self, SEQUENCES};
-use crate::{cancel, report};
+use crate::{cancel, models, report};
+use middle::Middle;
 
 /// What every line of answers begins with.
 const LINE_BEGIN: &[u8] = b"{\"line\":";
@@ -41,24 +45,30 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
     let out = Out::new(args.output.json, args.quiet);
     let done = Done::read(&args.out)?;
     let checkpoint = super::open(&args.model)?;
+    let mut middle = Middle::open(args, || models::digest_of(&checkpoint, &out), &out)?;
     let template = super::run::chat_template(args.chat_template.as_deref())?;
+    let also = format!("{template:?} {:?}", args.tool_format);
     let prompts = Prompts::new(&checkpoint, template)?.with_tool_format(args.tool_format.map(settings::tool_format));
     let defaults = Defaults {
         sampling: settings::sampling(&args.sampling, &checkpoint.generation, 0, 0)?,
         max_tokens: args.sampling.max_tokens,
         stop: args.sampling.stop.clone(),
     };
+    let also = format!("{also} {defaults:?}");
     let vocab = checkpoint.config.vocab;
-    let mut lines = Vec::new();
+    let mut lines: Vec<Line> = Vec::new();
     for line in requests::open(&args.file)? {
         let (number, text) = line?;
+        let wanted = text.as_ref().map_or(String::new(), |text| wanted(text, &also));
         let parsed = text.and_then(|text| RequestLine::parse(&text));
         let id = parsed.as_ref().ok().and_then(|line| line.id.clone());
         if !done.has(number, id.as_ref()) {
             let job = parsed.and_then(|line| job(&line, &prompts, &defaults, vocab));
-            lines.push(Line { number, id, job });
+            lines.push(Line { number, id, job, wanted });
         }
     }
+    let wanted: HashMap<usize, &str> = lines.iter().map(|line| (line.number, line.wanted.as_str())).collect();
+    middle.keep(|line, as_then| wanted.get(&line) == Some(&as_then));
     let total = lines.len() + done.lines.len();
     let jobs = || lines.iter().filter_map(|line| line.job.as_ref().ok());
     let answers = jobs().map(|job| job.request.choices as usize).sum::<usize>();
@@ -66,11 +76,16 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
     if !done.lines.is_empty() {
         out.note(&format!("{} of {total} lines have an answer in {} already", done.lines.len(), args.out.display()));
     }
+    if middle.begun() > 0 {
+        out.note(&format!("what the journal holds goes on from its middle: {}", middle.begun()));
+    }
     let plan = plan::make(checkpoint.clone(), &args.pipeline, wanted, &out)?;
+    let precision = super::precision(&plan);
     let file = done.open(&args.out)?;
     let options = super::head_options(&args.pipeline);
     let (mut recovery, mut head, load_seconds) =
         Recovery::load(plan, &args.pipeline, options, prompts.tokenizer().clone(), &out)?;
+    middle.with(&head, precision, &out);
     let started = Instant::now();
     let live = Live::new(args.live, &out);
     let mut batch = Batch {
@@ -83,6 +98,8 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
         answered: total - lines.len(),
         report: BatchReport { lines: total, ..BatchReport::default() },
         running: HashMap::new(),
+        middle,
+        out: &out,
     };
     let cancelled = batch.answer(lines, &mut head, &mut recovery)?;
     batch.bar.finish();
@@ -109,6 +126,13 @@ struct Line {
     number: usize,
     id: Option<Value>,
     job: Result<Job, String>,
+    /// The digest of what it and the options say.
+    wanted: String,
+}
+
+/// What decides about an answer, beside the model: the line, and options for all lines.
+fn wanted(line: &str, also: &str) -> String {
+    blake3::Hasher::new().update(line.as_bytes()).update(&[0]).update(also.as_bytes()).finalize().to_hex().to_string()
 }
 
 struct Job {
@@ -207,6 +231,8 @@ struct Batch<'a> {
     answered: usize,
     report: BatchReport,
     running: HashMap<RequestId, Pending>,
+    middle: Middle,
+    out: &'a Out,
 }
 
 struct Pending {
@@ -234,12 +260,13 @@ impl Batch<'_> {
             }
             self.live.tick(head);
             let mut ended = Vec::new();
-            let mut hear = |event| {
-                if let Event::Done { choice, answer } = event
-                    && answer.finish_reason != FinishReason::Failed
-                {
+            let middle = &mut self.middle;
+            let mut hear = |event| match event {
+                Event::Token { choice, token } => middle.token(choice, token),
+                Event::Done { choice, answer } if answer.finish_reason != FinishReason::Failed => {
                     ended.push((choice, answer));
                 }
+                _ => {}
             };
             let turn = head.turn(PATIENCE, cancel::flag(), &mut hear);
             let turn = match turn {
@@ -256,6 +283,7 @@ impl Batch<'_> {
                 if pending.choices.iter().all(Option::is_some) {
                     let pending = self.running.remove(&choice.request).expect("it was there");
                     self.write_answer(pending)?;
+                    self.middle.ended(choice.request, self.out);
                 }
             }
             turn?;
@@ -265,29 +293,35 @@ impl Batch<'_> {
 
     /// Gives a line to the head; gives it back where the head is busy.
     fn submit(&mut self, line: Line, head: &mut Head) -> Result<Option<Line>> {
-        let Line { number, id, job } = line;
-        let job = match job {
+        let job = match &line.job {
             Ok(job) => job,
-            Err(message) => return self.write_error(number, id, &message).map(|()| None),
+            Err(message) => return self.write_error(line.number, line.id.clone(), message).map(|()| None),
         };
         // A few wait beside those that run; the rest stays here.
         let status = head.status();
-        if status.waiting >= head.scheduler().limits().sequences {
-            return Ok(Some(Line { number, id, job: Ok(job) }));
+        if status.waiting >= head.scheduler().limits().sequences || self.middle.must_wait(&line) {
+            return Ok(Some(line));
         }
         let constraint = match self.prompts.constraint(&job.form, job.tools.as_ref()) {
             Ok(constraint) => constraint,
-            Err(invalid) => return self.write_error(number, id, &invalid.to_string()).map(|()| None),
+            Err(invalid) => return self.write_error(line.number, line.id.clone(), &invalid.to_string()).map(|()| None),
         };
-        match head.submit(Request { constraint, ..job.request.clone() }) {
+        let mut request = Request { constraint, ..job.request.clone() };
+        if let Some((prompt, begun)) = self.middle.of(line.number) {
+            (request.prompt, request.begun) = (prompt, begun);
+        }
+        match head.submit(request) {
             Ok(request) => {
+                self.middle.runs(request, &line, self.out);
+                let Line { number, id, job, .. } = line;
+                let job = job.expect("it was looked at");
                 let choices = vec![None; job.request.choices.max(1) as usize];
                 self.running.insert(request, Pending { line: number, id, job, choices });
                 Ok(None)
             }
-            Err(HeadError::Refused(Refused::Busy { .. })) => Ok(Some(Line { number, id, job: Ok(job) })),
+            Err(HeadError::Refused(Refused::Busy { .. })) => Ok(Some(line)),
             Err(error @ (HeadError::Refused(_) | HeadError::NoSuchToken { .. })) => {
-                self.write_error(number, id, &error.to_string()).map(|()| None)
+                self.write_error(line.number, line.id.clone(), &error.to_string()).map(|()| None)
             }
             Err(error) => Err(error.into()),
         }
@@ -373,7 +407,7 @@ impl ChoiceRow {
     fn of(index: usize, answer: &Answer, job: &Job) -> ChoiceRow {
         let (text, tool_calls, finish_reason) = match job.form.tools {
             Some(format) => {
-                let (text, calls, reason) = tools::read(&answer.text, format, answer.finish_reason);
+                let (text, calls, reason) = tools::read(&answer.text, format, answer.finish_reason, &CallIds::any());
                 (text, Some(calls), reason)
             }
             None => (answer.text.clone(), None, answer.finish_reason.name()),

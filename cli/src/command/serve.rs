@@ -9,13 +9,16 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use pp_engine::checkpoint::Checkpoint;
+use pp_engine::digest::Digest;
 use pp_engine::head::service::{Reopen, Service};
 use pp_engine::head::{Head, HeadOptions};
+use pp_engine::journal::{Contents, Journal};
 use pp_engine::tokenizer::Tokenizer;
 use serde::Serialize;
 use tokio::sync::watch;
 
 use crate::api::guard::Key;
+use crate::api::kept::{Kept, is_of_a_server};
 use crate::api::metrics::Metrics;
 use crate::api::pipeline::Facts;
 use crate::api::{self, Compiling, Model, Settings, Shared, State};
@@ -27,12 +30,14 @@ use crate::prompts::Prompts;
 use crate::recovery::Recovery;
 use crate::report::StageRow;
 use crate::settings::{self, SEQUENCES};
-use crate::{cancel, report};
+use crate::{cancel, journaled, report};
 
 /// How often it is looked whether the program should end, and whether what runs has ended.
 const LOOK: Duration = Duration::from_millis(20);
 /// Threads that talk to clients; what computes has its own.
 const THREADS: usize = 2;
+/// How often it is looked which answers have been kept for long enough.
+const SWEEP: Duration = Duration::from_secs(1);
 /// How long connections may take to end when nothing is answered on them any more.
 const FAREWELL: Duration = Duration::from_secs(2);
 
@@ -49,6 +54,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     // Before minutes are spent on loading.
     let listener = listen(SocketAddr::new(args.host, args.port))?;
     let checkpoint = super::open(&args.model)?;
+    let opened = args.journal.as_deref().map(|path| open_journal(args, path, &checkpoint, &out)).transpose()?;
     let template = super::run::chat_template(args.chat_template.as_deref())?;
     let prompts = Prompts::new(&checkpoint, template)?.with_tool_format(args.tool_format.map(settings::tool_format));
     let sampling =
@@ -69,6 +75,17 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let service = Service::start(head, Some(reopen))?;
     let id = args.model_name.clone().unwrap_or_else(|| model_name(&checkpoint.path));
     let (activations, kv, wire) = precision;
+    let metrics = Arc::new(Metrics::new());
+    let (kept, found) = match opened {
+        Some(Opened { journal, found, model }) => {
+            let conditions = journaled::conditions(precision, context, &stages);
+            journaled::note_conditions(&found, &conditions, &out);
+            let keep = Duration::from_secs(args.keep_answers);
+            let kept = Kept::new(journal, model, conditions, context, keep, metrics.clone());
+            (Some(Arc::new(kept)), found)
+        }
+        None => (None, Contents::default()),
+    };
     let state: Shared = Arc::new(State {
         service,
         prompts,
@@ -83,7 +100,8 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
             max_tokens: args.max_tokens.map(|tokens| tokens as usize),
             log_prompts: args.log_prompts,
         },
-        metrics: Metrics::new(),
+        metrics,
+        kept,
         compiling: Compiling::new(),
     });
     let address = listener.local_addr()?;
@@ -97,7 +115,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     })?;
     let drain = Duration::from_secs(args.drain);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build()?;
-    runtime.block_on(serve(listener, state, args.max_connections as usize, drain, out))?;
+    runtime.block_on(serve(listener, state, found, args.max_connections as usize, drain, out))?;
     runtime.shutdown_timeout(FAREWELL);
     Ok(ExitCode::SUCCESS)
 }
@@ -112,9 +130,59 @@ fn listen(address: SocketAddr) -> Result<TcpListener> {
     Ok(listener)
 }
 
+/// Opens the journal; what it holds is to go on with `--resume`, and an error without.
+fn open_journal(args: &ServeArgs, path: &Path, checkpoint: &Checkpoint, out: &Out) -> Result<Opened> {
+    let (journal, mut found) = journaled::open(path, args.journal_bytes, out)?;
+    if !is_of_a_server(&found) {
+        return Err(usage(format!("the journal {} is not of a server: give another --journal", path.display())));
+    }
+    let unfinished = found.requests.values().filter(|found| !found.is_complete).count();
+    if !args.resume && unfinished > 0 {
+        return Err(usage(format!(
+            "the journal {} holds what is not finished ({unfinished}): let it go on with --resume, or move the file away",
+            path.display()
+        )));
+    }
+    if !args.resume {
+        found.requests.keys().for_each(|number| journal.forget(*number));
+        found.requests.clear();
+    }
+    let model = crate::models::digest_of(checkpoint, out)?;
+    journaled::check_model(&found, model, path)?;
+    if unfinished > 0 {
+        out.note(&format!("what the journal holds unfinished goes on: {unfinished}"));
+    }
+    Ok(Opened { journal, found, model })
+}
+
+/// A journal, and what it held.
+struct Opened {
+    journal: Journal,
+    found: Contents,
+    model: Digest,
+}
+
 /// Answers until Ctrl-C or SIGTERM; then what has begun may end within `drain`.
-async fn serve(listener: TcpListener, state: Shared, connections_max: usize, drain: Duration, out: Out) -> Result<()> {
+async fn serve(
+    listener: TcpListener,
+    state: Shared,
+    found: Contents,
+    connections_max: usize,
+    drain: Duration,
+    out: Out,
+) -> Result<()> {
     let listener = tokio::net::TcpListener::from_std(listener).context("cannot listen")?;
+    if let Some(kept) = state.kept.clone() {
+        // Before anybody is heard: who comes back finds what was asked.
+        let resumed = kept.take_up(&state, found).await;
+        tokio::spawn(kept.clone().resume(state.clone(), resumed));
+        tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(SWEEP).await;
+                kept.sweep();
+            }
+        });
+    }
     let (stop, stopping) = watch::channel(false);
     let router = api::router(&state);
     let serving = tokio::spawn(api::server::serve(listener, router, connections_max, stopping));

@@ -74,7 +74,7 @@ mod tests {
     use pp_engine::head::FinishReason;
 
     use super::*;
-    use crate::requests::tools::{FunctionCall, ToolCall, read};
+    use crate::requests::tools::{CallIds, FunctionCall, ToolCall, read};
 
     fn call(name: &str) -> Value {
         let function = FunctionCall { name: name.into(), arguments: "{\"a\": 1}".into() };
@@ -90,7 +90,7 @@ mod tests {
             let plain = conversation(&messages, None, format);
             let roles: Vec<&str> = plain.iter().map(|message| message.role.as_str()).collect();
             assert_eq!(roles, ["user", "assistant", "user"]);
-            let (text, calls, _) = read(&plain[1].content, format, FinishReason::Stop);
+            let (text, calls, _) = read(&plain[1].content, format, FinishReason::Stop, &CallIds::any());
             assert_eq!((text.as_str(), calls[0].function.name.as_str()), ("", "f"), "{}", plain[1].content);
             assert_eq!(calls[0].function.arguments, "{\"a\":1}");
             assert!(plain[2].content.contains("5\n") && plain[2].content.contains("6\n"));

@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use pp_engine::head::FinishReason;
-use pp_engine::random::mix;
 use pp_engine::tools::{Piece, Tool, ToolFormat, ToolParser};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -209,8 +208,8 @@ pub struct FunctionCall {
 
 impl ToolCall {
     /// A call with no arguments yet and an id of its own.
-    pub fn begun(name: String, format: ToolFormat) -> ToolCall {
-        ToolCall { id: call_id(format), kind: function(), function: FunctionCall { name, arguments: String::new() } }
+    pub fn begun(name: String, id: String) -> ToolCall {
+        ToolCall { id, kind: function(), function: FunctionCall { name, arguments: String::new() } }
     }
 
     /// As chat templates take it: with arguments as what they are. `param` is what it is called in the request.
@@ -227,21 +226,43 @@ impl ToolCall {
     }
 }
 
-/// An id that no other call of this process has.
-fn call_id(format: ToolFormat) -> String {
-    static CALLS: AtomicU64 = AtomicU64::new(0);
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
-    let count = CALLS.fetch_add(1, Ordering::Relaxed);
-    let number = mix(now ^ mix(count));
-    // Mistral's templates take ids of nine letters and digits only.
-    match format {
-        ToolFormat::Mistral => format!("{:09x}", number >> 28),
-        ToolFormat::Hermes | ToolFormat::Llama => format!("call_{number:016x}{count:08x}"),
+/// The ids of an answer's calls: the same ones whenever it is told.
+#[derive(Clone, Debug)]
+pub struct CallIds(blake3::Hasher);
+
+impl CallIds {
+    /// Of an answer, by the name of all that was answered together and its place among it.
+    pub fn new(name: &str, index: usize) -> CallIds {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(name.as_bytes()).update(&(index as u64).to_le_bytes());
+        CallIds(hasher)
+    }
+
+    /// Of an answer without a name: others every time.
+    pub fn any() -> CallIds {
+        static ANSWERS: AtomicU64 = AtomicU64::new(0);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos());
+        CallIds::new(&format!("{now} {}", ANSWERS.fetch_add(1, Ordering::Relaxed)), 0)
+    }
+
+    /// Of one of its calls.
+    pub fn of(&self, call: usize, format: ToolFormat) -> String {
+        let hash = self.0.clone().update(&(call as u64).to_le_bytes()).finalize().to_hex();
+        // Mistral's templates take ids of nine letters and digits only.
+        match format {
+            ToolFormat::Mistral => hash[..9].to_owned(),
+            ToolFormat::Hermes | ToolFormat::Llama => format!("call_{}", &hash[..24]),
+        }
     }
 }
 
 /// A whole answer: its text without calls, the calls, and why it ended.
-pub fn read(text: &str, format: ToolFormat, reason: FinishReason) -> (String, Vec<ToolCall>, &'static str) {
+pub fn read(
+    text: &str,
+    format: ToolFormat,
+    reason: FinishReason,
+    ids: &CallIds,
+) -> (String, Vec<ToolCall>, &'static str) {
     let mut parser = ToolParser::new(format);
     let mut pieces = parser.push(text);
     pieces.extend(parser.finish());
@@ -249,7 +270,7 @@ pub fn read(text: &str, format: ToolFormat, reason: FinishReason) -> (String, Ve
     for piece in pieces {
         match piece {
             Piece::Text(more) => text.push_str(&more),
-            Piece::Call { name, .. } => calls.push(ToolCall::begun(name, format)),
+            Piece::Call { index, name } => calls.push(ToolCall::begun(name, ids.of(index, format))),
             Piece::Arguments { index, text } => calls[index].function.arguments.push_str(&text),
         }
     }
@@ -318,19 +339,20 @@ mod tests {
     #[test]
     fn calls_of_an_answer_have_ids_of_their_own() {
         let one = r#"<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>"#;
-        let (text, calls, reason) = read(&format!("So.{one}\n{one}"), ToolFormat::Hermes, FinishReason::Stop);
+        let (text, calls, reason) =
+            read(&format!("So.{one}\n{one}"), ToolFormat::Hermes, FinishReason::Stop, &CallIds::any());
         assert_eq!((text.as_str(), calls.len(), reason), ("So.", 2, "tool_calls"));
         assert_ne!(calls[0].id, calls[1].id);
         assert_eq!(calls[0].to_template("").unwrap()["function"]["arguments"], json!({"a": 1}));
         let text = r#"[TOOL_CALLS] [{"name": "f", "arguments": {}}]"#;
-        let (_, calls, _) = read(text, ToolFormat::Mistral, FinishReason::Stop);
+        let (_, calls, _) = read(text, ToolFormat::Mistral, FinishReason::Stop, &CallIds::any());
         assert!(calls[0].id.len() == 9 && calls[0].id.chars().all(|c| c.is_ascii_alphanumeric()));
     }
 
     #[test]
     fn a_call_that_is_cut_off_is_not_to_be_made() {
         let whole = r#"<tool_call>{"name": "f", "arguments": {"a": 1}"#;
-        let reason = |text: &str, reason| read(text, ToolFormat::Hermes, reason).2;
+        let reason = |text: &str, reason| read(text, ToolFormat::Hermes, reason, &CallIds::any()).2;
         assert_eq!(reason(whole, FinishReason::Stop), "tool_calls");
         assert_eq!(reason(&whole[..whole.len() - 1], FinishReason::Stop), "stop");
         assert_eq!(reason(whole, FinishReason::Length), "length");

@@ -56,6 +56,9 @@ pub struct Request {
     pub constraint: Option<Constraint>,
     /// Special tokens whose text is part of the answer's, such as those that begin a call of a tool.
     pub shown_specials: Vec<u32>,
+    /// What there is of its answers already, of as many as have begun: they go on behind it, and say what they would
+    /// have said without the interruption.
+    pub begun: Vec<Vec<Token>>,
     /// How long it may take, from submission.
     pub deadline: Option<Duration>,
 }

@@ -70,6 +70,16 @@ impl Server {
         self.send("POST", path, &[("content-type", "application/json")], &body.to_string())
     }
 
+    /// As [`Server::post`], under a name.
+    pub fn post_named(&self, name: &str, path: &str, body: &Value) -> Response {
+        self.send("POST", path, &[("content-type", "application/json"), ("x-request-id", name)], &body.to_string())
+    }
+
+    /// The process.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Asks it to end.
     pub fn terminate(&self) {
         let sent = Command::new("kill").args(["-TERM", &self.child.id().to_string()]).status().expect("kill is there");

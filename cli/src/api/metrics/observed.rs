@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pp_engine::head::service::{Pipe, Standing};
+use pp_engine::journal;
 use pp_engine::trace::causes::{Cause, Window};
 use pp_engine::trace::summary::{Options, Summary};
 use prometheus_client::encoding::EncodeLabelSet;
@@ -66,6 +67,30 @@ pub fn registry(standing: &Standing) -> Registry {
     }
     stages(&mut registry, pipe);
     latest(&mut registry, pipe);
+    registry
+}
+
+/// How the journal stands, as metrics.
+pub fn journal(standing: &journal::Standing) -> Registry {
+    let mut registry = Registry::with_prefix("pp_run_journal");
+    let levels = [
+        ("up", "Whether the journal can be written", f64::from(u8::from(standing.failing.is_none()))),
+        ("bytes", "Bytes of the journal's file", standing.bytes as f64),
+        (
+            "reserved_bytes",
+            "Bytes kept free for what is asked, with all that it may come to",
+            standing.reserved_bytes as f64,
+        ),
+        ("requests", "Requests in the journal that are not forgotten", standing.requests as f64),
+    ];
+    for (name, help, value) in levels {
+        let level = Level::default();
+        level.set(value);
+        registry.register(name, help, level);
+    }
+    let commits = Sum::default();
+    commits.inc_by(standing.commits as f64);
+    registry.register("commits", "Writes of the journal", commits);
     registry
 }
 
