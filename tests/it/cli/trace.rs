@@ -36,7 +36,7 @@ fn shares_add_up_for_programs() {
     assert_eq!(stages.len(), 4);
     for stage in stages {
         let shares = stage["shares"].as_object().expect("an object");
-        assert_eq!(shares.len(), 9);
+        assert_eq!(shares.len(), 10);
         let sum: f64 = shares.values().filter_map(|share| share.as_f64()).sum();
         assert!((sum - 1.0).abs() < 1e-9, "{shares:?}");
         assert_eq!(shares["unattributed"], 0.0);
