@@ -153,7 +153,8 @@ impl Recovery {
         }
         self.tries = if self.drawn == head.drawn() { self.tries + 1 } else { 1 };
         self.drawn = head.drawn();
-        self.out.note(&format!("{error}; looking for another pipeline"));
+        // An answer may stand there in the middle of its line.
+        self.out.note(&format!("\n{error}; looking for another pipeline"));
         let started = Instant::now();
         let past = head.suspend();
         match self.replace(&error, &past) {
