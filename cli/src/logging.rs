@@ -16,7 +16,9 @@ pub fn install(cli: &Cli) {
         Ok(filter) if !filter.is_empty() => EnvFilter::try_new(&filter).unwrap_or_else(|_| EnvFilter::new(quiet)),
         _ => EnvFilter::new(quiet),
     };
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
+    // What cannot be written is lost: to say so on stderr would end the thread that has something to say, as where logs are on
+    // a disk that is full.
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).log_internal_errors(false);
     // Fails only where a logger was installed before, as in tests.
     let _ = match format {
         LogFormat::Json => builder.json().flatten_event(true).with_current_span(false).with_span_list(false).try_init(),

@@ -33,11 +33,14 @@ fn a_disk_that_takes_no_more_is_told_and_what_runs_goes_on() {
     let arguments = desk.arguments(&["--port", "0", "--json", "--quiet"]);
     let arguments: Vec<&str> = ["serve"].into_iter().chain(arguments.iter().map(String::as_str)).collect();
     let plain = program(&arguments);
-    // Files of the process may have so many KiB; it hears of it as of any other failure.
-    let limited = "trap '' XFSZ; ulimit -S -f 12; exec \"$0\" \"$@\"";
+    // Files of the process may have so many KiB; it hears of it as of any other failure. So does its log, which is on the same
+    // disk, as it were.
+    let log = desk.dir.path().join("log");
+    std::fs::write(&log, vec![b'\n'; 20_000]).unwrap();
+    let limited = "trap '' XFSZ; ulimit -S -f 12; exec \"$0\" \"$@\" 2>>\"$LOG\"";
     let mut shell = Command::new("bash");
     shell.args(["-c", limited]).arg(plain.get_program()).args(plain.get_args());
-    shell.envs(plain.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    shell.env("LOG", &log).envs(plain.get_envs().filter_map(|(name, value)| Some((name, value?))));
     let server = Server::spawn(&mut shell);
     let body = chat(json!({"max_tokens": 150, "stream": true})).to_string();
     let mut running = server.begin("POST", CHAT, &[("x-request-id", "runs")], &body);
