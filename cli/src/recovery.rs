@@ -15,6 +15,8 @@ use pp_engine::head::{Event, Head, HeadError, HeadOptions};
 use pp_engine::pipeline::shelf::Shelf;
 use pp_engine::pipeline::{Device, Past, Pipeline, PipelineError};
 use pp_engine::tokenizer::Tokenizer;
+use pp_engine::weights::LoadError;
+use pp_engine::worker::WorkerError;
 use pp_transport::identity::Name;
 use serde::Serialize;
 
@@ -27,6 +29,8 @@ use crate::{cancel, errors};
 
 /// Between two looks for a worker.
 const AGAIN: Duration = Duration::from_millis(100);
+/// How soon others are asked again whether they are idle.
+const OTHERS_AGAIN: Duration = Duration::from_secs(2);
 /// Pipelines that are tried in the place of one: workers may be lost meanwhile, too.
 const TRIES: usize = 5;
 
@@ -55,6 +59,8 @@ pub struct Recovery {
     drawn: u64,
     /// Workers that are within reach and do not do what they should: the last to be asked again.
     bad: Vec<Name>,
+    /// Members that the latest plan has in the places of others.
+    taken: Vec<Name>,
     happened: Vec<Recovered>,
     /// Whether the latest pipeline computes to the bit what the one before did.
     is_same: bool,
@@ -117,6 +123,7 @@ impl Recovery {
             tries: 0,
             drawn: 0,
             bad: Vec::new(),
+            taken: Vec::new(),
             happened: Vec::new(),
             is_same: true,
             out: *out,
@@ -136,8 +143,7 @@ impl Recovery {
 
     /// Whether what failed is worth another pipeline.
     pub fn is_for(&self, error: &HeadError) -> bool {
-        let HeadError::Pipeline(error) = error else { return false };
-        self.recovers && !error.is_cancelled() && !error.is_out_of_memory()
+        self.recovers && error.may_be_recovered()
     }
 
     /// Goes on with another pipeline in the place of the head's, which failed with `error`. Where there is none, everything
@@ -216,11 +222,12 @@ impl Recovery {
         }
         let before = kinds(&self.plan);
         let mut last = None;
-        for _ in 0..TRIES {
+        for tried in 0..TRIES {
             let text = self.find(past)?;
             let keep = Keep { shelf: Some(&self.shelf), past: Some(past), boundary_log: self.boundary_log };
             match command::open_pipeline(&self.plan, keep, &self.out) {
                 Ok(pipeline) => {
+                    self.taken.clear();
                     self.is_same = kinds(&self.plan) == before;
                     let other =
                         "; some layers are on another kind of device now, what follows may differ within rounding";
@@ -230,24 +237,34 @@ impl Recovery {
                 Err(error) if cancel::flag().load(Ordering::Relaxed) => return Err(error),
                 Err(error) => {
                     self.out.note(&format!("{error:#}; trying again"));
+                    // Those that were taken for it are not good for it, whatever the reason.
+                    self.bad.append(&mut self.taken);
                     if let Some(error) = error.downcast_ref::<PipelineError>() {
                         self.distrust(error);
                     }
                     last = Some(error);
                 }
             }
+            std::thread::sleep(AGAIN * (1u32 << tried));
         }
         Err(last.expect("it was tried"))
     }
 
-    /// The worker that an error names, if it does, is let go of.
+    /// The worker whose device does not do what it should, where that is what the error says; not one that waits for
+    /// another, nor one that is gone, which may come back as it should be.
     fn distrust(&mut self, error: &PipelineError) {
-        if let Some(worker) = error.stage().and_then(|stage| stage.worker.as_deref())
-            && let (Some(cluster), Ok(name)) = (&mut self.plan.cluster, worker.parse::<Name>())
-            // One that is gone may come back as it should be.
-            && !cluster.lost().contains(&name)
-        {
-            cluster.lose(&name);
+        let is_its_own = match error {
+            PipelineError::Wedged { .. } | PipelineError::Silent { .. } => true,
+            PipelineError::Stage { error, .. } => {
+                matches!(error, WorkerError::Step(_) | WorkerError::Canary { .. } | WorkerError::Panic(_))
+            }
+            PipelineError::Load { error, .. } => {
+                matches!(error, LoadError::Device(_) | LoadError::Untrusted { .. } | LoadError::NoRoom { .. })
+            }
+            _ => false,
+        };
+        let worker = error.stage().filter(|_| is_its_own).and_then(|stage| stage.worker.as_deref());
+        if let Some(name) = worker.and_then(|worker| worker.parse().ok()) {
             self.bad.push(name);
         }
     }
@@ -255,37 +272,45 @@ impl Recovery {
     /// Makes a plan whose workers are all there; says what it is.
     fn find(&mut self, past: &Past) -> Result<String> {
         let Some(cluster) = &mut self.plan.cluster else { return Ok("on the same devices".to_owned()) };
-        let (lost, leaving) = (cluster.lost(), cluster.leaving());
+        let (mut lost, leaving) = (cluster.lost(), cluster.leaving());
+        let bad: Vec<Name> = cluster.names().iter().filter(|name| self.bad.contains(name)).cloned().collect();
+        let is_bad = !bad.is_empty();
+        lost.extend(bad.into_iter().filter(|name| !lost.contains(name)).collect::<Vec<_>>());
         if lost.is_empty() {
-            return Ok(if leaving.is_empty() { "on the same workers".into() } else { self.move_away(&leaving, past) });
+            return Ok(if leaving.is_empty() { "on the same workers".into() } else { self.move_away(&leaving) });
         }
         let started = Instant::now();
-        let is_bad = lost.iter().any(|name| self.bad.contains(name));
-        let before_others = self.wish.wait.min(Duration::from_secs_f64(self.load_seconds));
+        let mut others_at = self.wish.wait.min(Duration::from_secs_f64(self.load_seconds));
         let why = loop {
             if cancel::flag().load(Ordering::Relaxed) {
                 return Err(errors::cancelled());
             }
-            let error = match self.regain(&lost) {
+            let found = if is_bad { Err(anyhow::anyhow!("{} fails", list(&lost))) } else { self.regain(&lost) };
+            let error = match found {
                 Ok(text) => return Ok(text),
                 Err(error) => error,
             };
             let waited = started.elapsed();
-            if (is_bad || waited >= before_others)
-                && let Some(text) = self.by_others(&lost)
-            {
-                return Ok(text);
+            if is_bad || waited >= others_at {
+                if let Some(text) = self.by_others(&lost) {
+                    return Ok(text);
+                }
+                // Those that do not answer take a while to say so.
+                others_at = started.elapsed() + OTHERS_AGAIN;
             }
             if is_bad || waited >= self.wish.wait {
                 break error;
             }
             std::thread::sleep(AGAIN);
         };
-        match self.without(&lost, past) {
+        match self.without(&lost, Some(past)) {
             Ok(text) => Ok(text),
             Err(error) => {
                 // Who else is there?
                 self.bad.clear();
+                if self.plan.cluster.as_mut().is_some_and(|cluster| cluster.lost().is_empty()) {
+                    return Ok("on the same workers, as nobody else can do it".to_owned());
+                }
                 let gone = errors::worker(format!("{why:#}"));
                 Err(gone.context(format!("those that are left cannot do it: {error:#}")))
             }
@@ -294,49 +319,50 @@ impl Recovery {
 
     /// Lost workers, if they are back.
     fn regain(&mut self, lost: &[Name]) -> Result<String> {
-        if let Some(name) = lost.iter().find(|name| self.bad.contains(name)) {
-            anyhow::bail!("{name} does not do what it should");
-        }
         let cluster = self.plan.cluster.as_mut().expect("they are of one");
-        cluster.regain(lost)?;
-        self.plan.devices = cluster.renewed(&self.plan.devices)?;
+        self.plan.devices = cluster.regain(lost, &self.plan.devices)?;
         Ok(format!("{} {} back", list(lost), if lost.len() == 1 { "is" } else { "are" }))
     }
 
     /// Other members in the places of some, if there are enough that can do it.
     fn by_others(&mut self, lost: &[Name]) -> Option<String> {
         let cluster = self.plan.cluster.as_mut().filter(|_| lost.len() <= self.wish.spares)?;
-        let others = cluster.others(lost.len());
+        let others = cluster.others(lost.len(), &self.bad);
         if others.len() < lost.len() {
             return None;
         }
         let names: Vec<Name> = others.iter().filter_map(|worker| worker.name().parse().ok()).collect();
         match self.plan.with_others(lost, &others) {
-            Ok(()) => Some(format!("{} in the place of {}", list(&names), list(lost))),
+            Ok(()) => {
+                self.taken = names.clone();
+                Some(format!("{} in the place of {}", list(&names), list(lost)))
+            }
             Err(error) => {
                 self.out.note(&format!("{error:#}"));
                 self.plan.cluster.iter_mut().for_each(|cluster| cluster.forget(&names));
+                self.bad.extend(names);
                 None
             }
         }
     }
 
     /// Makes a plan without workers that are being drained; where nobody else can do it they stay.
-    fn move_away(&mut self, leaving: &[Name], past: &Past) -> String {
+    fn move_away(&mut self, leaving: &[Name]) -> String {
         if let Some(text) = self.by_others(leaving) {
             return text;
         }
-        self.without(leaving, past).unwrap_or_else(|error| {
+        self.without(leaving, None).unwrap_or_else(|error| {
             let names = list(leaving);
             format!("{names} stays until what runs is done, as those that are left cannot do it: {error:#}")
         })
     }
 
-    /// Divides the layers over the devices of all others.
-    fn without(&mut self, workers: &[Name], past: &Past) -> Result<String> {
+    /// Divides the layers over the devices of all others; with `past` what this machine's stages of that pipeline hold may
+    /// go for it.
+    fn without(&mut self, workers: &[Name], past: Option<&Past>) -> Result<String> {
         let left: Vec<Device> = self.plan.devices.iter().filter(|device| !is_of(device, workers)).cloned().collect();
-        self.plan.over(left.clone()).or_else(|_| {
-            // Their stages will be others: what this machine's hold now is in the way.
+        self.plan.over(left.clone()).or_else(|error| {
+            let past = past.ok_or(error)?;
             past.settle();
             self.shelf.keep_only(&[]);
             self.plan.over(left)

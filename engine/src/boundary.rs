@@ -54,16 +54,18 @@ impl BoundaryLog {
         (self.pages.len() * 4 * PAGE * self.hidden) as u64
     }
 
-    /// Keeps the row of a position whose page is `page`.
-    pub fn write(&mut self, page: u32, position: usize, row: &[f32]) {
+    /// Keeps the row of a position whose page is `page`; where there is no room, at the cost of another page if it
+    /// `evicts`.
+    pub fn write(&mut self, page: u32, position: usize, row: &[f32], evicts: bool) {
         if self.pages_max == 0 {
             return;
         }
-        if !self.pages.contains_key(&page)
-            && self.pages.len() == self.pages_max
-            && let Some((_, oldest)) = self.order.pop_first()
-        {
-            self.pages.remove(&oldest);
+        if !self.pages.contains_key(&page) && self.pages.len() == self.pages_max {
+            if !evicts {
+                return;
+            }
+            let oldest = self.order.pop_first().map(|(_, page)| page);
+            oldest.and_then(|page| self.pages.remove(&page));
         }
         let empty = || Rows { values: vec![0.0; PAGE * self.hidden].into(), there: 0, written: 0 };
         let rows = self.pages.entry(page).or_insert_with(empty);
@@ -101,16 +103,23 @@ mod tests {
         #[test]
         fn it_reads_what_was_written_within_its_bound(
             bytes in 0u64..4000,
-            writes in prop::collection::vec((0u32..6, 0usize..200, -1.0f32..1.0), 1..300),
+            writes in prop::collection::vec((0u32..6, 0usize..200, -1.0f32..1.0, any::<bool>()), 1..300),
         ) {
             let mut log = BoundaryLog::new(3, bytes);
             let mut all = HashMap::new();
-            for (page, position, value) in writes {
+            for (page, position, value, evicts) in writes {
                 let row = [value, 2.0 * value, page as f32];
-                log.write(page, position, &row);
-                all.insert((page, position % PAGE), row);
+                let before: Vec<u32> = log.pages().iter().map(|(page, _)| *page).collect();
+                log.write(page, position, &row, evicts);
+                let is_kept = log.pages().iter().any(|(known, _)| *known == page);
+                let is_gone = |page: &u32| log.pages().iter().all(|(known, _)| known != page);
+                prop_assert!(evicts || !before.iter().any(is_gone), "nothing goes for it");
+                prop_assert!(is_kept || !evicts || bytes < 384);
                 prop_assert!(log.bytes() <= bytes);
-                prop_assert_eq!(log.read(page, position), (bytes >= 384).then_some(&row[..]));
+                if is_kept {
+                    all.insert((page, position % PAGE), row);
+                    prop_assert_eq!(log.read(page, position), Some(&row[..]));
+                }
             }
             for page in 0..6 {
                 let there = log.pages().iter().find(|(known, _)| *known == page).map_or(0, |(_, there)| *there);

@@ -55,6 +55,11 @@ impl HeadError {
     pub fn is_cancelled(&self) -> bool {
         matches!(self, HeadError::Pipeline(error) if error.is_cancelled())
     }
+
+    /// Whether another pipeline may do better with the same.
+    pub fn may_be_recovered(&self) -> bool {
+        matches!(self, HeadError::Pipeline(error) if error.may_be_recovered())
+    }
 }
 
 /// Choices of a head.
@@ -147,6 +152,8 @@ struct InFlight {
     sent: Nanos,
     /// Seconds that the head took to form it.
     forming: f64,
+    /// Restores what was lost: not every stage computes it, and nothing is learnt from it.
+    restores: bool,
     /// Computes nothing, and is none of the scheduler's.
     is_probe: bool,
 }
@@ -449,6 +456,7 @@ impl Head {
             prefilled,
             sent,
             forming: (sent - formed) as f64 * 1e-9,
+            restores: batch.until.is_some(),
             is_probe: false,
         });
         if !step.ids.is_empty() {
@@ -494,6 +502,9 @@ impl Head {
         }
         if flight.tokens == 0 {
             return Ok(None);
+        }
+        if flight.restores {
+            return Ok(Some(flight.step));
         }
         let overhead = flight.forming + begun.elapsed().as_secs_f64();
         let InFlight { step, tokens, attended, sent, .. } = flight;

@@ -123,6 +123,25 @@ impl PipelineError {
         matches!(self, PipelineError::Cancelled)
     }
 
+    /// Whether another pipeline may do better with the same: not where a stage was sent, or found, what makes no sense.
+    pub fn may_be_recovered(&self) -> bool {
+        let nonsense = |error: &WorkerError| {
+            let makes_none = matches!(
+                error,
+                WorkerError::Message(_)
+                    | WorkerError::Step(
+                        StepError::NoPage { .. } | StepError::Sequences { .. } | StepError::NotFinite { .. }
+                    )
+            );
+            makes_none || matches!(error, WorkerError::Step(StepError::NotKept { .. }))
+        };
+        match self {
+            PipelineError::Stage { error, .. } => !nonsense(error),
+            PipelineError::Message(_) | PipelineError::Order { .. } | PipelineError::Cancelled => false,
+            _ => !self.is_out_of_memory(),
+        }
+    }
+
     /// The stage that it is about, where it is about one.
     pub fn stage(&self) -> Option<&StageName> {
         match self {

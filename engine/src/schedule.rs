@@ -590,6 +590,7 @@ impl Scheduler {
         }
         self.sequences.values_mut().for_each(|sequence| sequence.in_flight = 0);
         self.pages.forget_after(known);
+        self.stop_restoring();
         self.released.clear();
     }
 }

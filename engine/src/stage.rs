@@ -44,8 +44,8 @@ pub struct Pending {
 enum Wanted {
     /// There was nothing to compute.
     Nothing,
-    /// Activations; where they are kept: the page and position of each row.
-    Hidden(Vec<(u32, usize)>),
+    /// Activations; where they are kept: the page and position of each row, and whether others may go for them.
+    Hidden(Vec<(u32, usize)>, bool),
     /// Rows that were kept.
     Kept(Vec<f32>),
     Outputs(Vec<OutputRequest>),
@@ -324,7 +324,11 @@ impl Stage {
 
     fn submit(&mut self, step: &Step, hidden: &[f32]) -> Result<Pending, StepError> {
         let is_last = self.layout.head.is_some();
-        let wanted = if is_last { Wanted::Outputs(step.outputs.clone()) } else { Wanted::Hidden(self.to_keep(step)) };
+        let wanted = if is_last {
+            Wanted::Outputs(step.outputs.clone())
+        } else {
+            Wanted::Hidden(self.to_keep(step), step.until.is_none())
+        };
         let inputs = self.inputs(step)?;
         if inputs.shape.tokens == 0 {
             // One that is wholly empty is a probe: it asks whether the device still answers.
@@ -400,11 +404,14 @@ impl Stage {
         let output = match pending.wanted {
             Wanted::Nothing if self.layout.head.is_some() => StageOutput::Outputs(Outputs::default()),
             Wanted::Nothing => StageOutput::Hidden(Vec::new()),
-            Wanted::Hidden(places) => {
+            Wanted::Hidden(places, evicts) => {
                 let hidden = floats(&done.reads[0]);
                 if let Some(log) = &mut self.log {
                     let rows = hidden.chunks_exact(self.layout.dims.hidden);
-                    places.iter().zip(rows).for_each(|((page, position), row)| log.write(*page, *position, row));
+                    places
+                        .iter()
+                        .zip(rows)
+                        .for_each(|((page, position), row)| log.write(*page, *position, row, evicts));
                 }
                 StageOutput::Hidden(hidden)
             }

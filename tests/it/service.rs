@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use pp_engine::Profile;
 use pp_engine::backend::paced::Pace;
-use pp_engine::head::service::{Notice, Notices, Probe, Reopen, Service, ServiceError, Standing};
+use pp_engine::head::service::{NotReopened, Notice, Notices, Probe, Reopen, Service, ServiceError, Standing};
 use pp_engine::head::{Answer, Event, FinishReason, Head, HeadOptions, Request};
 use pp_engine::layout::{StageOptions, StageSpec};
 use pp_engine::pipeline::{Device, Pipeline, PipelineOptions};
@@ -236,7 +236,7 @@ fn a_pipeline_that_fails_is_told_and_replaced() {
     let count = opened.clone();
     // The first attempt fails.
     let reopen: Reopen = Box::new(move |_, past| match count.fetch_add(1, Ordering::Relaxed) {
-        0 => Err("the worker is busy".to_owned()),
+        0 => Err(NotReopened::Failed("the worker is busy".to_owned())),
         _ => {
             let between = PipelineOptions { past: Some(past.clone()), ..PipelineOptions::default() };
             Ok((held_pipeline(&Arc::new(AtomicBool::new(false)), &between), "anew".to_owned()))

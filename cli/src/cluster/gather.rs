@@ -88,25 +88,29 @@ impl Cluster {
             .collect()
     }
 
-    /// Lets go of a worker that does not do what it should.
-    pub fn lose(&mut self, name: &Name) {
-        self.workers.retain(|worker| worker.name() != name.as_str());
+    /// Those that are wanted.
+    pub fn names(&self) -> &[Name] {
+        &self.names
     }
 
-    /// Gets hold of these again; all or none.
+    /// Gets hold of these again, all or none; returns the same devices, at the workers as they are connected then.
     ///
     /// # Errors
-    /// Why the first of them is not to be had now.
-    pub fn regain(&mut self, names: &[Name]) -> Result<()> {
+    /// Why the first of them is not to be had now, or that one has come back without a device.
+    pub fn regain(&mut self, names: &[Name], devices: &[Device]) -> Result<Vec<Device>> {
         let found = names.iter().map(|name| self.lease(name)).collect::<Result<Vec<_>>>()?;
-        self.workers.extend(found);
-        Ok(())
+        let workers: Vec<Arc<Worker>> = self.workers.iter().chain(&found).cloned().collect();
+        let devices = renewed(devices, &workers)?;
+        self.workers = workers;
+        Ok(devices)
     }
 
-    /// So many other workers of the cluster that nobody has, or as many as there are; they are ours from then on.
-    pub fn others(&mut self, count: usize) -> Vec<Arc<Worker>> {
+    /// So many other workers of the cluster that nobody has, but these; they are ours from then on. Or as many as there
+    /// are, which are not.
+    pub fn others(&mut self, count: usize, but: &[Name]) -> Vec<Arc<Worker>> {
         let others: Vec<Name> = self.here.workers().map(|member| member.name.clone()).collect();
-        let others: Vec<Name> = others.into_iter().filter(|name| !self.names.contains(name)).collect();
+        let others: Vec<Name> =
+            others.into_iter().filter(|name| !self.names.contains(name) && !but.contains(name)).collect();
         let found: Vec<_> = others.iter().filter_map(|name| self.lease(name).ok()).take(count).collect();
         if found.len() == count {
             self.names.extend(found.iter().filter_map(|worker| worker.name().parse().ok()));
@@ -135,22 +139,6 @@ impl Cluster {
         Ok(Arc::new(worker))
     }
 
-    /// The same devices, at the workers as they are connected now.
-    ///
-    /// # Errors
-    /// When a worker has come back without one of them.
-    pub fn renewed(&self, devices: &[Device]) -> Result<Vec<Device>> {
-        let renew = |device: &Device| match device {
-            Device::Remote(remote) => {
-                let worker = self.workers.iter().find(|worker| worker.name() == remote.worker().name());
-                let worker = worker.expect("every worker was regained");
-                Ok(Device::Remote(RemoteDevice::of(worker, Some(&remote.info().id)).map_err(lease_error)?))
-            }
-            device => Ok(device.clone()),
-        };
-        devices.iter().map(renew).collect()
-    }
-
     /// The device of a place that is a worker's.
     ///
     /// # Errors
@@ -161,6 +149,19 @@ impl Cluster {
         let id = selector.map(|selector| picked(worker, selector)).transpose()?;
         Ok(Device::Remote(RemoteDevice::of(worker, id.as_deref()).map_err(lease_error)?))
     }
+}
+
+/// The same devices, at workers as they are connected.
+fn renewed(devices: &[Device], workers: &[Arc<Worker>]) -> Result<Vec<Device>> {
+    let renew = |device: &Device| match device {
+        Device::Remote(remote) => {
+            let worker = workers.iter().find(|worker| worker.name() == remote.worker().name());
+            let worker = worker.ok_or_else(|| errors::worker(format!("{} is gone", remote.worker().name())))?;
+            Ok(Device::Remote(RemoteDevice::of(worker, Some(&remote.info().id)).map_err(lease_error)?))
+        }
+        device => Ok(device.clone()),
+    };
+    devices.iter().map(renew).collect()
 }
 
 /// What all workers are asked.

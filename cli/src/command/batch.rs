@@ -263,9 +263,7 @@ impl Batch<'_> {
             let middle = &mut self.middle;
             let mut hear = |event| match event {
                 Event::Token { choice, token } => middle.token(choice, token),
-                Event::Done { choice, answer } if answer.finish_reason != FinishReason::Failed => {
-                    ended.push((choice, answer));
-                }
+                Event::Done { choice, answer } => ended.push((choice, answer)),
                 _ => {}
             };
             let turn = head.turn(PATIENCE, cancel::flag(), &mut hear);
@@ -278,6 +276,14 @@ impl Batch<'_> {
                 }
             };
             for (choice, answer) in ended {
+                if answer.finish_reason == FinishReason::Failed {
+                    if turn.is_ok()
+                        && let Some(Pending { line, id, .. }) = self.running.remove(&choice.request)
+                    {
+                        self.write_error(line, id, "the pipeline that is left has no room for it")?;
+                    }
+                    continue;
+                }
                 let Some(pending) = self.running.get_mut(&choice.request) else { continue };
                 pending.choices[choice.index as usize] = Some(answer);
                 if pending.choices.iter().all(Option::is_some) {

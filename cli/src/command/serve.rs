@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use pp_engine::checkpoint::Checkpoint;
 use pp_engine::digest::Digest;
-use pp_engine::head::service::{Reopen, Service};
+use pp_engine::head::service::{NotReopened, Reopen, Service};
 use pp_engine::head::{Head, HeadOptions};
 use pp_engine::journal::{Contents, Journal};
 use pp_engine::tokenizer::Tokenizer;
@@ -69,7 +69,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let (mut recovery, head, load_seconds) = loader.load()?;
     let precision = super::precision(recovery.plan());
     let reopen: Reopen =
-        Box::new(move |error, past| recovery.replace(error, past).map_err(|error| format!("{error:#}")));
+        Box::new(move |error, past| recovery.replace(error, past).map_err(|error| not_reopened(&error)));
     let context = head.scheduler().limits().capacity();
     let stages = report::stages(head.pipeline());
     let service = Service::start(head, Some(reopen))?;
@@ -221,6 +221,15 @@ impl Loader {
         let wanted = Wanted::several(None, SEQUENCES);
         let plan = plan::make(self.checkpoint.clone(), &self.pipeline, wanted, &self.out)?;
         Recovery::load(plan, &self.pipeline, self.options, self.tokenizer.clone(), &self.out)
+    }
+}
+
+/// Why there is no other pipeline, to the service.
+fn not_reopened(error: &anyhow::Error) -> NotReopened {
+    if cancel::flag().load(Ordering::Relaxed) {
+        NotReopened::Cancelled
+    } else {
+        NotReopened::Failed(format!("{error:#}"))
     }
 }
 

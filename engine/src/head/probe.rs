@@ -73,6 +73,7 @@ impl Head {
                 prefilled: Vec::new(),
                 sent,
                 forming: 0.0,
+                restores: false,
                 is_probe: true,
             });
         }

@@ -46,10 +46,18 @@ impl Head {
         let kept = |report: &StageReport| Kept { pages: report.kept, boundary: report.boundary.clone() };
         let kept: Vec<Kept> = pipeline.reports().iter().map(kept).collect();
         let limits = self.options.limits(&pipeline);
+        let devices = |pipeline: &Pipeline| {
+            let device = |report: &StageReport| (report.spec.clone(), report.device.clone());
+            pipeline.reports().iter().map(device).collect::<Vec<_>>()
+        };
+        let is_like = devices(&pipeline) == devices(&self.pipeline);
         self.recorder = pipeline.recorder().clone();
         self.accounted = self.recorder.now();
         self.recorder.outage(lost_at, self.accounted);
         let rebuild = self.scheduler.recover(limits, pipeline.shares().to_vec(), &kept);
+        if !is_like {
+            self.scheduler.forget_costs();
+        }
         self.stays = pipeline.leaving().is_some();
         self.pipeline = pipeline;
         self.down = None;

@@ -34,7 +34,18 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// Opens another pipeline in the place of one that failed with that error, and says in words what it is. Called from a
 /// thread of its own, when the old one has ended.
-pub type Reopen = Box<dyn FnMut(&HeadError, &Past) -> Result<(Pipeline, String), String> + Send>;
+pub type Reopen = Box<dyn FnMut(&HeadError, &Past) -> Result<(Pipeline, String), NotReopened> + Send>;
+
+/// Why there is no other pipeline.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum NotReopened {
+    /// The program is to end: what was asked is not given up for it, but ends as the program does.
+    #[error("cancelled")]
+    Cancelled,
+    /// In words.
+    #[error("{0}")]
+    Failed(String),
+}
 
 /// What befell a pipeline.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]

@@ -157,6 +157,11 @@ impl Scheduler {
         found
     }
 
+    /// What stages take is not what it was: they are on other devices.
+    pub fn forget_costs(&mut self) {
+        self.fits = Fits::new(self.limits.stages, self.fits.shares().to_vec());
+    }
+
     /// What the latest recovery computes again.
     pub fn rebuild(&self) -> Rebuild {
         self.recovery.rebuild
@@ -177,6 +182,8 @@ impl Scheduler {
             // It may share, or have taken over, pages that another one was to fill.
             if let Some((_, table)) = &sequence.admitted {
                 sequence.sent = sequence.sent.min(self.pages.certain(table, known));
+                // What was answered and not drawn from, as the answer made no sense.
+                sequence.sent = sequence.sent.min(sequence.tokens.len() - 1);
             }
         }
         self.released.clear();
@@ -267,6 +274,15 @@ impl Scheduler {
             times.iter().copied().fold(shared(&times), f64::max)
         };
         Some(costs.overhead + seconds(begin).iter().sum::<f64>() + rest.iter().map(slowest).sum::<f64>())
+    }
+
+    /// What is being restored is given up with all that was under way: of no page it is known what is in it.
+    pub(super) fn stop_restoring(&mut self) {
+        if self.is_restoring() || !self.recovery.rebuild.is_over() {
+            self.pages.forget_all();
+            let rebuild = Rebuild { done: self.recovery.rebuild.tokens, ..self.recovery.rebuild };
+            self.recovery = Recovery { rebuild, ..Recovery::default() };
+        }
     }
 
     /// Whether something is still to be sent that restores.

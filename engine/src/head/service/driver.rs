@@ -1,13 +1,14 @@
 //! The thread of a service: turns the head, and looks what is asked of it in between.
 
 use std::collections::HashMap;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
 
-use super::{Ask, Failure, Hear, HearProbe, Notice, Pipe, Probe, Reopen, ServiceError, Shared, Standing};
+use super::{Ask, Failure, Hear, HearProbe, NotReopened, Notice, Pipe, Probe, Reopen, ServiceError, Shared, Standing};
 use crate::head::{Event, Head, HeadError, Request, Turn};
 use crate::pipeline::{Past, Pipeline};
 use crate::schedule::{RequestId, Status};
@@ -19,6 +20,8 @@ const IDLE: Duration = Duration::from_millis(100);
 /// How long after a pipeline that could not be opened the next is tried: twice as long each time, up to the second.
 const RETRY: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(30);
+/// Pipelines that are opened without a token drawn in between before what was asked is given up.
+const FRUITLESS_MAX: u32 = 5;
 
 /// What is seen of the driver from outside.
 #[derive(Debug)]
@@ -110,13 +113,16 @@ struct Reopening {
 /// What came of opening another pipeline; and who is asked for the next.
 struct Opened {
     reopen: Reopen,
-    pipeline: Result<(Pipeline, String), String>,
+    pipeline: Result<(Pipeline, String), NotReopened>,
 }
 
 pub(super) struct Driver {
     head: Box<Head>,
     /// Set while there is no pipeline.
     down: Option<Reopening>,
+    /// Pipelines that failed since a token was last drawn, and tokens drawn until then.
+    fruitless: u32,
+    drawn: u64,
     /// Not there while it is asked.
     reopen: Option<Reopen>,
     asked: Receiver<Ask>,
@@ -128,7 +134,7 @@ pub(super) struct Driver {
 impl Driver {
     pub(super) fn new(head: Head, reopen: Option<Reopen>, asked: Receiver<Ask>, shared: Arc<Shared>) -> Driver {
         let (head, running) = (Box::new(head), HashMap::new());
-        Driver { head, down: None, reopen, asked, shared, running, probing: Vec::new() }
+        Driver { head, down: None, fruitless: 0, drawn: 0, reopen, asked, shared, running, probing: Vec::new() }
     }
 
     /// Until the service is stopped.
@@ -148,6 +154,7 @@ impl Driver {
             } else {
                 self.head.expire(&mut |event| events.push(event));
                 events.into_iter().for_each(|event| self.tell(event));
+                self.shared.view().requests = self.head.running();
                 self.look_at_next();
                 true
             };
@@ -279,7 +286,10 @@ impl Driver {
     fn failed(&mut self, error: HeadError, events: Vec<Event>) {
         let failure = Failure::of(&error);
         tracing::error!(reason = %failure.reason, "the pipeline is down");
-        let is_awaited = self.head.recovers() && self.reopen.is_some();
+        self.fruitless = if self.drawn == self.head.drawn() { self.fruitless + 1 } else { 0 };
+        self.drawn = self.head.drawn();
+        let is_worth_it = error.may_be_recovered() && self.fruitless < FRUITLESS_MAX;
+        let is_awaited = self.head.recovers() && self.reopen.is_some() && is_worth_it;
         // Whoever hears of it finds it in the view.
         self.shared.view().failed(&failure);
         if is_awaited {
@@ -294,8 +304,16 @@ impl Driver {
         // Its devices and workers are wanted again.
         let past = self.head.suspend();
         let (error, next) = (Arc::new(error), None);
-        self.down = Some(Reopening { failure, error, past, next, wait: RETRY, retry_at: None, is_awaited });
-        self.open_next();
+        let mut reopening = Reopening { failure, error, past, next, wait: RETRY, retry_at: None, is_awaited };
+        if self.fruitless > 1 {
+            // It did not help the last time.
+            reopening.retry_at = Some(Instant::now() + RETRY * self.fruitless);
+        }
+        let is_time = reopening.retry_at.is_none();
+        self.down = Some(reopening);
+        if is_time {
+            self.open_next();
+        }
     }
 
     fn tell_all(&mut self, notice: &Notice) {
@@ -317,7 +335,9 @@ impl Driver {
         let (sender, next) = bounded(1);
         let (error, past) = (reopening.error.clone(), reopening.past.clone());
         let open = move || {
-            let pipeline = reopen(&error, &past);
+            let opened = std::panic::catch_unwind(AssertUnwindSafe(|| reopen(&error, &past)));
+            let panicked = |_| Err(NotReopened::Failed("opening the pipeline again panicked".to_owned()));
+            let pipeline = opened.unwrap_or_else(panicked);
             // The service may have been stopped.
             let _ = sender.send(Opened { reopen, pipeline });
         };
@@ -337,7 +357,7 @@ impl Driver {
                     opened.pipeline
                 }
                 Err(error) if error.is_empty() => return,
-                Err(_) => Err("opening the pipeline again panicked".to_owned()),
+                Err(_) => Err(NotReopened::Failed("nobody opens the pipeline again".to_owned())),
             },
             None => {
                 if reopening.retry_at.is_some_and(|at| at <= Instant::now()) {
@@ -353,7 +373,7 @@ impl Driver {
                 reopening.next = None;
                 reopening.retry_at = Some(Instant::now() + reopening.wait);
                 reopening.wait = (reopening.wait * 2).min(RETRY_MAX);
-                if std::mem::take(&mut reopening.is_awaited) {
+                if error != NotReopened::Cancelled && std::mem::take(&mut reopening.is_awaited) {
                     let failure = reopening.failure.clone();
                     self.give_up(&failure, Vec::new());
                 }

@@ -236,6 +236,53 @@ fn what_was_handed_on_need_not_be_computed_again() {
     check(&pipe, 4, &[((0..100).collect(), 1, 30)]);
 }
 
+/// Whoever goes while what was lost is restored leaves nothing behind that another one would take for restored.
+#[test]
+fn a_recovery_that_nobody_waits_for_any_more_leaves_nothing_behind() {
+    let prompt: Vec<u32> = (0..150).collect();
+    for moments in 0..40 {
+        let mut pipe = asked(limits(3, 24, true), &[]);
+        pipe.ask(prompt.clone(), 1, 60);
+        let mut random = Random::new(moments);
+        while pipe.answers.values().any(|answer| answer.len() < 5) {
+            assert!(!pipe.go_on(&mut random, 1));
+        }
+        pipe.lose(&[1], 0..0);
+        let is_over = pipe.go_on(&mut random, moments as usize);
+        assert!(!is_over);
+        // The last one that runs is cancelled: the head gives up what is in the pipe, and the stages forget their tables.
+        pipe.scheduler.cancel(RequestId(1));
+        pipe.scheduler.restart();
+        pipe.queues.iter_mut().for_each(VecDeque::clear);
+        pipe.toy.forget_sequences();
+        pipe.answers.clear();
+        pipe.ask(prompt.clone(), 1, 8);
+        assert!(pipe.go_on(&mut random, 100_000));
+        let choice = Choice { request: RequestId(2), index: 0 };
+        assert_eq!(pipe.answers[&choice], Toy::alone(3, &prompt, 8, VOCAB), "after {moments} moments");
+    }
+}
+
+/// An answer that makes no sense ends a pipeline, too: what it should have told is computed once more.
+#[test]
+fn what_was_answered_and_not_drawn_from_is_computed_again() {
+    let mut pipe = asked(limits(2, 24, true), &[]);
+    let work = [((0..40).collect::<Vec<u32>>(), 1, 20)];
+    pipe.ask(work[0].0.clone(), 1, 20);
+    let mut random = Random::new(9);
+    while pipe.answers.values().any(|answer| answer.len() < 5) {
+        assert!(!pipe.go_on(&mut random, 1));
+    }
+    pipe.send();
+    while pipe.queues[2].is_empty() {
+        assert!(pipe.advance(0) || pipe.advance(1));
+    }
+    assert_eq!(pipe.scheduler.answered().len(), 1);
+    pipe.lose(&[0], 0..0);
+    assert!(pipe.go_on(&mut random, 100_000));
+    check(&pipe, 2, &work);
+}
+
 #[test]
 fn a_pipeline_with_other_pages_begins_again_and_says_what_does_not_fit() {
     let mut pipe = asked(limits(2, 24, true), &[]);
