@@ -360,7 +360,8 @@ test("it is accessible in both themes and on a small screen, and looks as it sho
 });
 
 test("a stage that is killed is told where it was, and the chat goes on when it is back", async (t) => {
-  const head = await cluster(["rig2", "rig3"], tiny("llama-33"), ["--stages", "3", "--max-sequences", "16"]);
+  const options = ["--stages", "3", "--max-sequences", "16", "--no-recover", "--recover-wait", "120"];
+  const head = await cluster(["rig2", "rig3"], tiny("llama-33"), options);
   t.after(() => head.close());
   const page = await open(t, head.url, { allowed: [/Failed to load resource/] });
   await page.getByText("serving").waitFor();
@@ -397,4 +398,30 @@ test("a stage that is killed is told where it was, and the chat goes on when it 
   await answered(page);
   assert.equal(await failure.count(), 0);
   assert.ok((await answers(page).locator(".text").innerText()).length > 20);
+});
+
+test("an answer outlives its stage: the page says where it was lost, and the text goes on", async (t) => {
+  const head = await cluster(["rig2", "rig3"], tiny("llama-33"), ["--stages", "3", "--max-sequences", "16", "--recover-wait", "120"]);
+  t.after(() => head.close());
+  const page = await open(t, head.url);
+  await page.getByText("serving").waitFor();
+  await sample(page, { "Tokens at most": 200, Temperature: 0 });
+  const ask = (seed, temperature) => fetch(`${head.url}/v1/chat/completions`, {
+    method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ messages: [{ role: "user", content: "count" }], seed, temperature, max_tokens: 200 }),
+  }).then((response) => response.json());
+  const alone = await ask(0, 0);
+  const others = Array.from({ length: 15 }, (_, seed) => ask(seed, 1));
+  await say(page, "count");
+  await until("the answer begins", async () => (await answers(page).locator(".text").innerText()).length > 20);
+  await head.workers.rig3.end("SIGKILL");
+  const lane = page.locator("#lane-2");
+  await lane.getByRole("alert").waitFor();
+  assert.match(await page.locator("#state").innerText(), /down/);
+  head.back("rig3");
+  await page.locator("#state", { hasText: "serving" }).waitFor();
+  await answered(page);
+  assert.equal(await page.locator(".failure").count(), 0);
+  const kept = await page.evaluate(() => JSON.parse(localStorage.getItem("pp-run.conversations"))[0].messages);
+  assert.equal(kept[1].text, alone.choices[0].message.content, "as if nothing had happened");
+  for (const other of await Promise.all(others)) assert.match(other.choices[0].finish_reason, /^(stop|length)$/);
 });
