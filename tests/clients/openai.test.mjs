@@ -211,7 +211,7 @@ test("a client that waits no longer is forgotten", async () => {
 });
 
 test("`InternalServerError` 503 with the stage that is lost", async (t) => {
-  const { url, workers, close } = await cluster(["rig2"], toy.folder, ["--stages", "2"]);
+  const { url, workers, close } = await cluster(["rig2"], toy.folder, ["--stages", "2", "--no-recover", "--recover-wait", "600"]);
   t.after(close);
   const at = client({ url });
   assert.equal((await at.chat.completions.create(ask)).choices.length, 1);
