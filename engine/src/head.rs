@@ -209,11 +209,6 @@ impl Head {
         }
     }
 
-    /// Goes on with another pipeline in the place of one that failed; what was asked of that one has ended.
-    pub fn replace(&mut self, pipeline: Pipeline) {
-        *self = Head::new(pipeline, self.tokenizer.clone(), self.options);
-    }
-
     /// The pipeline.
     pub fn pipeline(&self) -> &Pipeline {
         &self.pipeline
@@ -318,7 +313,7 @@ impl Head {
 
     /// Sends what can be sent and takes one answer of the pipe, waiting for at most `patience`. Tells `say` what came
     /// of it. When the pipeline fails, everything that was asked ends ([`FinishReason::Failed`]), and nothing else is
-    /// taken until [`Head::replace`]; where it is to be recovered ([`HeadOptions::recovers`]), all of it waits for
+    /// taken; where it is to be recovered ([`HeadOptions::recovers`]), all of it waits for
     /// [`Head::recover`] or [`Head::fail`].
     ///
     /// # Errors

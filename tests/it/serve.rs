@@ -23,8 +23,9 @@ fn chat(more: Value) -> Value {
     body
 }
 
+/// Waits until it is so.
 #[track_caller]
-fn eventually(what: &str, is_so: impl Fn() -> bool) {
+pub(crate) fn eventually(what: &str, is_so: impl Fn() -> bool) {
     let until = Instant::now() + Duration::from_secs(20);
     while !is_so() {
         assert!(Instant::now() < until, "{what}");

@@ -48,7 +48,7 @@ impl Head {
         self.crossings.answered
     }
 
-    /// Looks whether a stage has failed while nothing was asked of it; if so, nothing is taken until [`Head::replace`].
+    /// Looks whether a stage has failed while nothing was asked of it; if so, nothing is taken until [`Head::recover`].
     ///
     /// # Errors
     /// [`HeadError::Pipeline`].

@@ -2,24 +2,15 @@
 
 use std::io::Read;
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use super::{Desk, Stream, chat};
 use crate::cli::program;
 use crate::serve::client::Server;
+use crate::serve::eventually;
 
 const CHAT: &str = "/v1/chat/completions";
-
-#[track_caller]
-fn eventually(what: &str, is_so: impl Fn() -> bool) {
-    let until = Instant::now() + Duration::from_secs(20);
-    while !is_so() {
-        assert!(Instant::now() < until, "{what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
 
 fn code(server: &Server, body: Value) -> (u16, Value) {
     let response = server.post(CHAT, &chat(body));

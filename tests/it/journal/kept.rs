@@ -1,21 +1,12 @@
 //! Answers that are kept while the server lives: who may have them, and for how long.
 
 use std::io::Read;
-use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use super::{Desk, Stream, chat, texts};
 use crate::serve::client::Server;
-
-#[track_caller]
-fn eventually(what: &str, is_so: impl Fn() -> bool) {
-    let until = Instant::now() + Duration::from_secs(20);
-    while !is_so() {
-        assert!(Instant::now() < until, "{what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
+use crate::serve::eventually;
 
 fn code(response: &crate::serve::client::Response) -> (u16, Value) {
     (response.status, response.json()["error"]["code"].clone())
