@@ -86,7 +86,9 @@ pub fn payload(bytes: &[u8]) {
     if let Ok((step, activations)) = decode_step(payload, &limits, is_first) {
         let tokens: usize = step.spans.iter().map(|span| span.count as usize).sum();
         assert!(tokens <= limits.tokens && step.spans.len() <= limits.sequences);
-        assert_eq!(activations.len(), if is_first { 0 } else { tokens * limits.hidden });
+        // Where a log has them that is still to come, none.
+        let is_without = is_first || (step.from.is_some() && activations.is_empty());
+        assert_eq!(activations.len(), if is_without { 0 } else { tokens * limits.hidden });
         let (again, same) = decode_step(&encode_step(&step, &activations, &limits), &limits, is_first)
             .expect("what was taken can be sent on");
         assert_eq!((again.spans.len(), same.len()), (step.spans.len(), activations.len()));
