@@ -125,18 +125,13 @@ impl PipelineError {
 
     /// Whether another pipeline may do better with the same: not where a stage was sent, or found, what makes no sense.
     pub fn may_be_recovered(&self) -> bool {
-        let nonsense = |error: &WorkerError| {
-            let makes_none = matches!(
-                error,
-                WorkerError::Message(_)
-                    | WorkerError::Step(
-                        StepError::NoPage { .. } | StepError::Sequences { .. } | StepError::NotFinite { .. }
-                    )
-            );
-            makes_none || matches!(error, WorkerError::Step(StepError::NotKept { .. }))
+        let makes_sense = |error: &WorkerError| match error {
+            WorkerError::Message(_) => false,
+            WorkerError::Step(error) => matches!(error, StepError::Device(_)),
+            _ => true,
         };
         match self {
-            PipelineError::Stage { error, .. } => !nonsense(error),
+            PipelineError::Stage { error, .. } => makes_sense(error) && !self.is_out_of_memory(),
             PipelineError::Message(_) | PipelineError::Order { .. } | PipelineError::Cancelled => false,
             _ => !self.is_out_of_memory(),
         }

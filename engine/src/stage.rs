@@ -377,9 +377,10 @@ impl Stage {
 
     /// Where what it hands on of a step is kept.
     fn to_keep(&self, step: &Step) -> Vec<(u32, usize)> {
-        let is_kept = self.log.is_some() && step.spans.iter().all(|span| span.sequence != CANARY);
-        let places = self.places(step).filter(|_| is_kept);
-        places.filter_map(|(_, (page, position))| Some((page?, position))).collect()
+        if self.log.is_none() || step.spans.iter().any(|span| span.sequence == CANARY) {
+            return Vec::new();
+        }
+        self.places(step).filter_map(|(_, (page, position))| Some((page?, position))).collect()
     }
 
     /// Reads a few bytes back behind all that the device does: it comes to an end where the device does.

@@ -292,6 +292,9 @@ impl Batch<'_> {
                     self.middle.ended(choice.request, self.out);
                 }
             }
+            if turn.is_err() && cancel::flag().load(Ordering::Relaxed) {
+                return Ok(true);
+            }
             turn?;
         }
         Ok(false)

@@ -54,10 +54,10 @@ impl Head {
         self.recorder = pipeline.recorder().clone();
         self.accounted = self.recorder.now();
         self.recorder.outage(lost_at, self.accounted);
-        let rebuild = self.scheduler.recover(limits, pipeline.shares().to_vec(), &kept);
         if !is_like {
             self.scheduler.forget_costs();
         }
+        let rebuild = self.scheduler.recover(limits, pipeline.shares().to_vec(), &kept);
         self.stays = pipeline.leaving().is_some();
         self.pipeline = pipeline;
         self.down = None;
