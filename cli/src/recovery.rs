@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use pp_engine::head::{Event, Head, HeadError, HeadOptions};
+use pp_engine::layout::StageSpec;
 use pp_engine::pipeline::shelf::Shelf;
 use pp_engine::pipeline::{Device, Past, Pipeline, PipelineError};
 use pp_engine::tokenizer::Tokenizer;
@@ -168,13 +169,13 @@ impl Recovery {
                 let rebuild = head.recover(pipeline, say);
                 let replaced_seconds = started.elapsed().as_secs_f64();
                 self.out.note(&format!("{text} after {replaced_seconds:.1} s; {rebuild}"));
-                let layer_tokens = |(stage, layers): (usize, &usize)| layers * rebuild.of(stage);
+                let layer_tokens = |spec: &StageSpec| rebuild.layer_tokens(spec.index, &spec.layers);
                 self.happened.push(Recovered {
                     error: error.to_string(),
                     by: text,
                     replaced_seconds,
                     tokens: rebuild.tokens,
-                    layer_tokens: self.plan.counts.iter().enumerate().map(layer_tokens).collect(),
+                    layer_tokens: self.plan.specs.iter().map(layer_tokens).collect(),
                     is_same: self.is_same,
                     predicted_seconds: rebuild.seconds,
                     rebuilt_seconds: None,
@@ -364,7 +365,7 @@ impl Recovery {
         self.plan.over(left.clone()).or_else(|error| {
             let past = past.ok_or(error)?;
             past.settle();
-            self.shelf.keep_only(&[]);
+            self.shelf.clear();
             self.plan.over(left)
         })?;
         Ok(format!("without {}, split {}", list(workers), pp_engine::split::join(&self.plan.counts)))

@@ -7,7 +7,7 @@ mod qwen3;
 use thiserror::Error;
 
 use crate::program::BufferId;
-use crate::program::ops::{KvBuffers, Linear, Ops};
+use crate::program::ops::{KvBuffers, Linear, Matrix, Ops};
 
 /// Whether a layer's matrix may or must come with a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +52,15 @@ pub struct Layer {
     pub down: Linear,
     /// Keys and values.
     pub kv: Vec<KvBuffers>,
+}
+
+impl Layer {
+    /// Its buffers.
+    pub fn buffers(&self) -> impl Iterator<Item = BufferId> {
+        let matrices = [&self.qkv, &self.output, &self.gate_up, &self.down].into_iter().flatten();
+        let vectors = [self.attn_norm, self.ffn_norm].into_iter().chain(self.qk_norms);
+        matrices.flat_map(Matrix::buffers).chain(vectors).chain(self.kv.iter().flat_map(|kv| [kv.keys, kv.values]))
+    }
 }
 
 /// Every architecture.

@@ -103,6 +103,14 @@ pub trait Backend: Send {
     /// # Errors
     /// When the device is lost.
     fn write(&mut self, buffer: BufferId, offset: usize, data: &[u8]) -> Result<(), DeviceError>;
+    /// Forgets every program, and frees these buffers. Ids of what is gone are not given again to buffers.
+    ///
+    /// # Errors
+    /// When the device is lost.
+    ///
+    /// # Panics
+    /// When a run has not been collected.
+    fn clear(&mut self, buffers: &[BufferId]) -> Result<(), DeviceError>;
     /// Makes pipelines and bindings of a program.
     ///
     /// # Errors
@@ -150,7 +158,7 @@ pub trait Backend: Send {
     fn time(&mut self, programs: &[(ProgramId, Shape)]) -> Result<Vec<OpTime>, DeviceError>;
     /// A prepared program.
     fn program(&self, id: ProgramId) -> &Program;
-    /// Bytes of all buffers made by [`Backend::create`].
+    /// Bytes of all buffers made by [`Backend::create`] and not freed.
     fn allocated_bytes(&self) -> u64;
     /// Counts of what was done, for tests and reports.
     fn counts(&self) -> Counts;

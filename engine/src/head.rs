@@ -403,7 +403,7 @@ impl Head {
         let limits = self.pipeline.limits();
         let draws = batch.parts.iter().filter(|part| part.draws).count();
         let edits_max = limits.edits / draws.max(1);
-        let until = batch.until.map(|stage| stage as u32);
+        let until = batch.until.map(|layers| layers as u32);
         let from = batch.from.map(|stage| stage as u32);
         let mut step = Step { released: batch.released.clone(), until, from, ..Step::default() };
         let mut prefilled = Vec::new();

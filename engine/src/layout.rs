@@ -51,6 +51,17 @@ impl StageSpec {
         self.index + 1 == self.stages
     }
 
+    /// Layers that both hold.
+    pub fn overlap(&self, other: &StageSpec) -> Range<usize> {
+        self.common(&other.layers)
+    }
+
+    /// Its layers among those.
+    pub fn common(&self, layers: &Range<usize>) -> Range<usize> {
+        let start = self.layers.start.max(layers.start);
+        start..self.layers.end.min(layers.end).max(start)
+    }
+
     /// Whether stages hold every one of `layers` layers once, in order.
     ///
     /// # Errors
@@ -257,6 +268,17 @@ pub struct WorkBuffer {
     pub bytes: usize,
 }
 
+/// What is there of a stage's weights before it is loaded.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Whether the embedding is.
+    pub embedding: bool,
+    /// Which layers are.
+    pub layers: Range<usize>,
+    /// Whether final norm and LM head are.
+    pub head: bool,
+}
+
 /// Everything that a stage holds.
 pub struct StageLayout {
     /// Which layers.
@@ -372,22 +394,42 @@ impl StageLayout {
         self.matrices().flat_map(MatrixLayout::tensors).chain(vectors).chain(self.head.iter().map(|head| &head.norm))
     }
 
-    /// The same, in the order in which they are loaded.
-    pub fn tensors_in_order(&self) -> impl Iterator<Item = &TensorInfo> {
-        let head = self.head.iter().flat_map(|head| {
+    /// Those of them that are to be loaded beside what is `held`, in that order.
+    pub fn tensors_beside(&self, held: &Held) -> impl Iterator<Item = &TensorInfo> {
+        let Held { embedding, head, ref layers } = *held;
+        let layers = layers.clone();
+        let head = self.head.iter().filter(move |_| !head).flat_map(|head| {
             let own = (!head.shares_embedding).then_some(&head.matrix);
             std::iter::once(&head.norm).chain(own.into_iter().flat_map(MatrixLayout::tensors))
         });
         self.embedding
             .iter()
+            .filter(move |_| !embedding)
             .flat_map(MatrixLayout::tensors)
-            .chain(self.layers.iter().flat_map(LayerLayout::tensors))
+            .chain(
+                self.layers.iter().filter(move |layer| !layers.contains(&layer.index)).flat_map(LayerLayout::tensors),
+            )
             .chain(head)
+    }
+
+    /// What a stage of that layout has of this one's weights.
+    pub fn held_by(&self, other: &StageLayout) -> Held {
+        let shares = |layout: &StageLayout| layout.head.as_ref().map(|head| head.shares_embedding);
+        Held {
+            embedding: self.embedding.is_some() && other.embedding.is_some(),
+            layers: self.spec.overlap(&other.spec),
+            head: shares(self).is_some() && shares(self) == shares(other),
+        }
     }
 
     /// Bytes that the stage reads from the checkpoint.
     pub fn file_bytes(&self) -> u64 {
-        self.tensors().map(|tensor| tensor.bytes() as u64).sum()
+        self.file_bytes_beside(&Held::default())
+    }
+
+    /// The same where it holds some of its weights already.
+    pub fn file_bytes_beside(&self, held: &Held) -> u64 {
+        self.tensors_beside(held).map(|tensor| tensor.bytes() as u64).sum()
     }
 
     /// Bytes of weights on the device.

@@ -11,10 +11,11 @@ use pp_shaders::profile::TOP_K;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::layout::StageSpec;
 use crate::wire::{Wire, WireError};
 
 /// Version of what a payload says: raised whenever one of an older version would be misread.
-pub const MESSAGE_VERSION: u32 = 2;
+pub const MESSAGE_VERSION: u32 = 3;
 
 /// Consecutive tokens of one sequence.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -107,8 +108,8 @@ pub struct Step {
     pub ids: Vec<u32>,
     /// Rows that logits are wanted for.
     pub outputs: Vec<OutputRequest>,
-    /// The last stage that computes it, where it only restores keys and values that were lost: those behind that one hear
-    /// what is released, and nothing else.
+    /// Where it only restores keys and values that were lost: it is computed in so many of the model's layers. Stages behind
+    /// these hear what is released, and nothing else.
     pub until: Option<u32>,
     /// The stage that has what it hands on in its log, where it restores: it computes nothing, nor do those before it.
     pub from: Option<u32>,
@@ -116,13 +117,19 @@ pub struct Step {
 
 impl Step {
     /// Whether a stage computes it.
-    pub fn is_computed_by(&self, stage: usize) -> bool {
-        self.from.is_none_or(|from| (from as usize) < stage) && self.until.is_none_or(|until| stage <= until as usize)
+    pub fn is_computed_by(&self, stage: &StageSpec) -> bool {
+        self.from.is_none_or(|from| (from as usize) < stage.index) && self.layers_of(stage) > 0
+    }
+
+    /// How many of a stage's layers it concerns, from the first one on.
+    pub fn layers_of(&self, stage: &StageSpec) -> usize {
+        let end = self.until.map_or(stage.layers.end, |until| stage.layers.end.min(until as usize));
+        end.saturating_sub(stage.layers.start)
     }
 
     /// What the stage behind `stage` is told.
-    pub fn behind(self, stage: usize) -> Step {
-        if self.until.is_some_and(|until| until as usize <= stage) {
+    pub fn behind(self, stage: &StageSpec) -> Step {
+        if self.until.is_some_and(|until| until as usize <= stage.layers.end) {
             return Step { released: self.released, until: self.until, ..Step::default() };
         }
         Step { ids: Vec::new(), ..self }

@@ -9,6 +9,7 @@ pub(crate) mod thread;
 mod uses;
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -191,8 +192,8 @@ pub struct StageReport {
     pub load_seconds: f64,
     /// Whose clock times the device.
     pub timestamps: Timestamps,
-    /// Whether it has the keys and values of the pipeline before ([`Shelf`]).
-    pub kept: bool,
+    /// Layers of which it has the keys and values of the pipeline before ([`Shelf`]).
+    pub kept: Range<usize>,
     /// What it has then of what it handed on: pages, with a bit for each row ([`PipelineOptions::boundary_log`]).
     pub boundary: Vec<(u32, u32)>,
 }

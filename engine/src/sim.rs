@@ -144,7 +144,7 @@ impl World<'_> {
         }
         let Some((mut moving, arrived)) = self.stages[stage].queue.pop_front() else { return };
         let asked = (moving.batch.from, moving.batch.until);
-        let is_asked = asked.0.is_none_or(|from| stage > from) && asked.1.is_none_or(|until| stage <= until);
+        let is_asked = asked.0.is_none_or(|from| stage > from) && asked.1.is_none_or(|until| stage < until);
         let tokens: usize = moving.batch.parts.iter().filter(|_| is_asked).map(|part| part.ids.len()).sum();
         let seen: f64 = moving.batch.parts.iter().map(|part| attended(part.start, part.ids.len())).sum();
         let cost = self.pipe.stages[stage];

@@ -11,7 +11,7 @@ use crate::backend::{Backend, DeviceError, Done, OpTime, ProgramId, Run, Ticket}
 use crate::boundary::BoundaryLog;
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::supplied::Origins;
-use crate::layout::StageLayout;
+use crate::layout::{Held, StageLayout};
 use crate::message::{Candidate, MessageLimits, Output, OutputRequest, Outputs, Span, Step};
 use crate::program::ops::{Activations, Bucket, Ops, WorkBuffers};
 use crate::program::{BufferId, Count, Program, Shape};
@@ -84,7 +84,9 @@ pub struct Stage {
     backend: Box<dyn Backend>,
     weights: Weights,
     work: WorkBuffers,
-    bodies: HashMap<Bucket, ProgramId>,
+    work_buffers: Vec<BufferId>,
+    /// By the layers that they compute, too: all of them, or as many as are to be restored.
+    bodies: HashMap<(Bucket, usize), ProgramId>,
     /// Those that edit logits have `true`.
     heads: HashMap<(Bucket, bool), ProgramId>,
     inv_freq: Vec<f32>,
@@ -105,28 +107,63 @@ impl Stage {
         mut backend: Box<dyn Backend>,
         progress: &mut dyn FnMut(LoadProgress) -> bool,
     ) -> Result<Stage, LoadError> {
-        let work = work_buffers(&layout, backend.as_mut())?;
-        let weights = weights::load(checkpoint, &layout, backend.as_mut(), progress)?;
+        let (work, work_buffers) = work_buffers(&layout, backend.as_mut())?;
+        let (there, held) = (Weights::default(), Held::default());
+        let weights = weights::load(checkpoint, &layout, there, &held, backend.as_mut(), progress)?;
         let inv_freq = checkpoint.config.rope.inv_freq();
-        let mut stage = Stage {
+        let stage = Stage {
             layout,
             backend,
             weights,
             work,
+            work_buffers,
             bodies: HashMap::new(),
             heads: HashMap::new(),
             inv_freq,
             tables: HashMap::new(),
             log: None,
         };
+        stage.prepared()
+    }
+
+    /// Becomes a stage of the same model with other layers, or in another place: what both have stays on the device, with
+    /// keys and values; what is not wanted any more is freed, then the rest is loaded. It knows no sequence.
+    ///
+    /// # Errors
+    /// [`LoadError`].
+    ///
+    /// # Panics
+    /// When it was opened with other options, or a micro-batch is begun and not finished.
+    pub fn recut(
+        mut self,
+        checkpoint: &Checkpoint,
+        layout: StageLayout,
+        progress: &mut dyn FnMut(LoadProgress) -> bool,
+    ) -> Result<Stage, LoadError> {
+        assert_eq!(self.layout.options, layout.options, "options are those of the whole pipeline");
+        let held = layout.held_by(&self.layout);
+        let mut gone = self.weights.keep_only(&held);
+        gone.append(&mut self.work_buffers);
+        self.backend.clear(&gone)?;
+        (self.bodies, self.heads, self.tables) = Default::default();
+        // What it hands on is of other layers then.
+        self.log = self.log.filter(|_| self.layout.spec.layers.end == layout.spec.layers.end && layout.head.is_none());
+        (self.work, self.work_buffers) = work_buffers(&layout, self.backend.as_mut())?;
+        self.weights = weights::load(checkpoint, &layout, self.weights, &held, self.backend.as_mut(), progress)?;
+        self.layout = layout;
+        self.prepared()
+    }
+
+    /// Makes the programs that will be wanted first, and runs one.
+    fn prepared(mut self) -> Result<Stage, LoadError> {
         for bucket in [Bucket::of(1, 1), Bucket::of(1, 2), Bucket::Many] {
-            stage.body(bucket)?;
+            self.body(bucket, self.weights.layers.len())?;
         }
-        if stage.layout.head.is_some() {
-            stage.head(Bucket::of(1, 1), false)?;
+        if self.layout.head.is_some() {
+            self.head(Bucket::of(1, 1), false)?;
         }
-        stage.warm_up()?;
-        Ok(stage)
+        self.warm_up()?;
+        Ok(self)
     }
 
     /// What it holds.
@@ -183,27 +220,29 @@ impl Stage {
     /// Touches every buffer, so that the first request does not wait for the driver to make or clear them.
     fn warm_up(&mut self) -> Result<(), DeviceError> {
         let nothing = Shape { tokens: 1, splits: 1, ..Shape::default() };
-        let page = [0u8; 4];
-        let body = self.body(Bucket::of(1, 1))?;
+        // No sequence has that page.
+        let page = self.layout.canary_page().to_le_bytes();
+        let body = self.body(Bucket::of(1, 1), self.weights.layers.len())?;
         let run = Run { programs: &[(body, nothing)], writes: &[(self.work.pages, &page)], reads: &[], next: &[] };
         self.backend.run(&run)?;
         Ok(())
     }
 
-    fn body(&mut self, bucket: Bucket) -> Result<ProgramId, DeviceError> {
-        if let Some(id) = self.bodies.get(&bucket) {
+    /// The program of its first `layers` layers.
+    fn body(&mut self, bucket: Bucket, layers: usize) -> Result<ProgramId, DeviceError> {
+        if let Some(id) = self.bodies.get(&(bucket, layers)) {
             return Ok(*id);
         }
         let mut ops = self.ops(bucket, Count::Tokens);
         if let Some(embedding) = &self.weights.embedding {
             ops.embed(embedding);
         }
-        for layer in &self.weights.layers {
+        for layer in &self.weights.layers[..layers] {
             (self.layout.arch.layer)(&mut ops, layer);
         }
         let program = ops.finish();
         let id = self.backend.prepare(program)?;
-        self.bodies.insert(bucket, id);
+        self.bodies.insert((bucket, layers), id);
         Ok(id)
     }
 
@@ -324,19 +363,23 @@ impl Stage {
 
     fn submit(&mut self, step: &Step, hidden: &[f32]) -> Result<Pending, StepError> {
         let is_last = self.layout.head.is_some();
-        let wanted = if is_last {
+        let layers = step.layers_of(&self.layout.spec);
+        let is_whole = layers == self.weights.layers.len();
+        let wanted = if !is_whole {
+            Wanted::Nothing
+        } else if is_last {
             Wanted::Outputs(step.outputs.clone())
         } else {
             Wanted::Hidden(self.to_keep(step), step.until.is_none())
         };
         let inputs = self.inputs(step)?;
-        if inputs.shape.tokens == 0 {
+        if inputs.shape.tokens == 0 || layers == 0 {
             // One that is wholly empty is a probe: it asks whether the device still answers.
-            let is_probe = step.released.is_empty();
+            let is_probe = step.released.is_empty() && layers > 0;
             let ticket = is_probe.then(|| self.touch()).transpose()?;
             return Ok(Pending { ticket, wanted: Wanted::Nothing });
         }
-        let body = self.body(Bucket::of(step.tokens(), inputs.shape.splits))?;
+        let body = self.body(Bucket::of(step.tokens(), inputs.shape.splits), layers)?;
         let mut programs = vec![(body, inputs.shape)];
         if is_last && !step.outputs.is_empty() {
             programs.push((self.head(Bucket::of(step.outputs.len(), 1), inputs.shape.edits > 0)?, inputs.shape));
@@ -359,7 +402,9 @@ impl Stage {
         }
         let whole_rows = step.outputs.iter().any(|output| output.whole_row);
         let mut reads = Vec::new();
-        if is_last {
+        if !is_whole {
+            // What was lost ends within the stage: keys and values are all that is wanted of it.
+        } else if is_last {
             reads.push((w.result, step.outputs.len() * RESULT_BYTES));
             if whole_rows {
                 reads.push((w.logits, 4 * step.outputs.len() * self.layout.dims.vocab));
@@ -451,7 +496,8 @@ impl Stage {
         }
         let longest = step.spans.iter().map(|span| span.start as usize + 2).max().unwrap_or(1);
         let splits = longest.div_ceil(pp_shaders::SPLIT) as u32;
-        let Some(body) = self.bodies.get(&Bucket::of(step.tokens(), splits)) else { return Vec::new() };
+        let whole = (Bucket::of(step.tokens(), splits), self.weights.layers.len());
+        let Some(body) = self.bodies.get(&whole).filter(|_| step.until.is_none()) else { return Vec::new() };
         let mut next: Vec<_> = programs.iter().map(|(id, shape)| (*id, Shape { splits, ..*shape })).collect();
         next[0].0 = *body;
         next
@@ -538,7 +584,7 @@ impl Stage {
             tiles: (tokens as u32).div_ceil(tile),
             splits,
         };
-        let mut programs = vec![(self.body(Bucket::of(tokens, splits))?, shape)];
+        let mut programs = vec![(self.body(Bucket::of(tokens, splits), self.weights.layers.len())?, shape)];
         if self.layout.head.is_some() && outputs > 0 {
             programs.push((self.head(Bucket::of(outputs, 1), false)?, shape));
         }
@@ -642,14 +688,14 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|b| f32::from_le_bytes(std::array::from_fn(|i| b[i]))).collect()
 }
 
-fn work_buffers(layout: &StageLayout, backend: &mut dyn Backend) -> Result<WorkBuffers, DeviceError> {
+fn work_buffers(layout: &StageLayout, backend: &mut dyn Backend) -> Result<(WorkBuffers, Vec<BufferId>), DeviceError> {
     let mut made = HashMap::new();
     for buffer in &layout.work {
         made.insert(buffer.name, backend.create(buffer.name, buffer.bytes)?);
     }
     let get = |name: &str| made[name];
     let pair = |words: &str, scales: &str| Some([*made.get(words)?, *made.get(scales)?]);
-    Ok(WorkBuffers {
+    let buffers = WorkBuffers {
         x: get("x"),
         act: Activations { q8: pair("act_q8", "act_q8_scales"), f32: pair("act_f32", "act_f32_scales") },
         gated: [get("gated"), get("gated_scales")],
@@ -672,5 +718,6 @@ fn work_buffers(layout: &StageLayout, backend: &mut dyn Backend) -> Result<WorkB
         raw_stats: get("raw_stats"),
         result: get("result"),
         nothing: get("nothing"),
-    })
+    };
+    Ok((buffers, made.into_values().collect()))
 }

@@ -9,7 +9,7 @@ use crate::arch::Layer;
 use crate::backend::{Backend, DeviceError};
 use crate::checkpoint::supplied::{Bound, Origins, SupplyError, TensorBytes};
 use crate::checkpoint::{Checkpoint, DType, TensorInfo};
-use crate::layout::{LayerLayout, MatrixLayout, StageLayout};
+use crate::layout::{Held, LayerLayout, MatrixLayout, StageLayout};
 use crate::program::BufferId;
 use crate::program::ops::{Chunk, KvBuffers, Linear, Matrix};
 use crate::quant::Packed;
@@ -73,7 +73,8 @@ impl From<SupplyError> for LoadError {
     }
 }
 
-/// The weights of a stage on its device.
+/// The weights of a stage on its device; none by default.
+#[derive(Default)]
 pub struct Weights {
     /// The embedding, on the first stage.
     pub embedding: Option<Matrix>,
@@ -87,7 +88,25 @@ pub struct Weights {
     pub origins: Origins,
 }
 
-/// Loads what `layout` lists. `progress` returns false to stop.
+impl Weights {
+    /// Lets go of what is not `held` for another layout, with keys and values; returns the buffers, which may be freed.
+    pub fn keep_only(&mut self, held: &Held) -> Vec<BufferId> {
+        let mut gone = Vec::new();
+        if let Some((norm, linear)) = self.head.take_if(|_| !held.head) {
+            gone.push(norm);
+            let embedding: Vec<BufferId> = self.embedding.iter().flat_map(Matrix::buffers).collect();
+            gone.extend(linear.iter().flat_map(Matrix::buffers).filter(|buffer| !embedding.contains(buffer)));
+        }
+        gone.extend(self.embedding.take_if(|_| !held.embedding).iter().flat_map(Matrix::buffers));
+        for layer in self.layers.extract_if(.., |layer| !held.layers.contains(&layer.index)) {
+            gone.extend(layer.buffers());
+        }
+        gone
+    }
+}
+
+/// Loads what `layout` lists, and is not among the weights that are there already: those that [`Weights::keep_only`] left of
+/// another layout. `progress` returns false to stop.
 ///
 /// # Errors
 /// [`LoadError::Device`] when memory runs out or the device is lost, [`LoadError::Cancelled`]; what a [`SupplyError`] says
@@ -95,15 +114,28 @@ pub struct Weights {
 pub fn load(
     checkpoint: &Checkpoint,
     layout: &StageLayout,
+    there: Weights,
+    held: &Held,
     backend: &mut dyn Backend,
     progress: &mut dyn FnMut(LoadProgress) -> bool,
 ) -> Result<Weights, LoadError> {
-    let at = LoadProgress { total_bytes: layout.file_bytes(), ..LoadProgress::default() };
+    let at = LoadProgress { total_bytes: layout.file_bytes_beside(held), ..LoadProgress::default() };
     let mut loader = Loader { checkpoint, backend, progress, at };
-    let embedding = layout.embedding.as_ref().map(|matrix| loader.matrix(matrix)).transpose()?;
-    let layers = layout.layers.iter().map(|layer| loader.layer(layer, layout)).collect::<Result<Vec<_>, _>>()?;
+    let embedding = match &layout.embedding {
+        Some(matrix) if there.embedding.is_none() => Some(loader.matrix(matrix)?),
+        _ => there.embedding,
+    };
+    let mut there_layers = there.layers.into_iter().peekable();
+    let mut layers = Vec::with_capacity(layout.layers.len());
+    for layer in &layout.layers {
+        layers.push(match there_layers.next_if(|there| there.index == layer.index) {
+            Some(layer) => layer,
+            None => loader.layer(layer, layout)?,
+        });
+    }
     let head = match &layout.head {
         None => None,
+        Some(_) if there.head.is_some() => there.head,
         Some(head) => {
             let norm = loader.vector("output_norm", &[&head.norm])?;
             let matrix = match &embedding {

@@ -195,7 +195,7 @@ impl Worker<'_> {
         }
         let (step, hidden) = message::decode_step(&arrival.frame.payload, &self.limits, spec.is_first())?;
         let (found, expected) = (hidden.len(), step.tokens() * self.limits.hidden);
-        if found != expected && !spec.is_first() && step.is_computed_by(spec.index) {
+        if found != expected && !spec.is_first() && step.is_computed_by(spec) {
             return Err(MessageError::Count { what: "activations".into(), found, expected }.into());
         }
         if header.epoch > self.current {
@@ -214,15 +214,16 @@ impl Worker<'_> {
     fn finish(&mut self, begun: Begun, downstream: &mut dyn Port) -> Result<(), WorkerError> {
         let Begun { header, step, pending, arrived, taken } = begun;
         let Finished { output, started, finished } = guarded(|| self.stage.finish(pending))?;
-        let index = self.stage.layout().spec.index;
-        let tokens = if step.is_computed_by(index) { step.tokens() } else { 0 };
+        let spec = &self.stage.layout().spec;
+        let index = spec.index;
+        let tokens = if step.is_computed_by(spec) { step.tokens() } else { 0 };
         let sequences = step.spans.len();
         // Also where it has nothing to do with it: whoever looks knows that it was not on the way.
         let restores = step.until.is_some();
         tracing::debug!(stage = index, step = header.step, requests = ?step.requests(), tokens, "done");
         let payload = match output {
             StageOutput::Hidden(hidden) => {
-                let next = step.behind(index);
+                let next = step.behind(spec);
                 // Where the next stage has nothing to compute it needs nothing to compute with.
                 let hidden = if next.spans.is_empty() { &[][..] } else { &hidden };
                 message::encode_step(&next, hidden, &self.limits)

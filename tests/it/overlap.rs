@@ -227,6 +227,9 @@ impl Backend for Told {
     fn write(&mut self, buffer: BufferId, offset: usize, data: &[u8]) -> Result<(), DeviceError> {
         self.inner.write(buffer, offset, data)
     }
+    fn clear(&mut self, buffers: &[BufferId]) -> Result<(), DeviceError> {
+        self.inner.clear(buffers)
+    }
     fn prepare(&mut self, program: Program) -> Result<ProgramId, DeviceError> {
         self.inner.prepare(program)
     }

@@ -481,6 +481,24 @@ impl Backend for Gpu {
         self.failed()
     }
 
+    fn clear(&mut self, buffers: &[BufferId]) -> Result<(), DeviceError> {
+        self.in_flight.assert_empty();
+        // What was written to them is on its way.
+        let index = self.queue.submit([]);
+        self.wait(Some(index))?;
+        self.recorded = None;
+        self.programs.clear();
+        self.bind_groups.clear();
+        self.forecast = Forecast::default();
+        for buffer in buffers {
+            let buffer = &self.buffers[buffer.0 as usize];
+            self.allocated -= buffer.size();
+            buffer.destroy();
+        }
+        // Only then is their memory free for others.
+        self.wait(None)
+    }
+
     fn prepare(&mut self, program: Program) -> Result<ProgramId, DeviceError> {
         let mut ops = Vec::with_capacity(program.ops.len());
         for op in &program.ops {

@@ -26,6 +26,11 @@ impl<T> InFlight<T> {
         self.runs.is_empty()
     }
 
+    /// Panics where a run has not been collected.
+    pub fn assert_empty(&self) {
+        assert!(self.runs.is_empty(), "{} runs wait to be collected, none may", self.runs.len());
+    }
+
     /// Panics where one run more would be too many.
     pub fn assert_room(&self) {
         assert!(self.runs.len() < RUNS_MAX, "{} runs wait to be collected, at most {RUNS_MAX} may", self.runs.len());

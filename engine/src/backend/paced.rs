@@ -49,7 +49,8 @@ pub struct Paced {
     result: Option<BufferId>,
     vocab: u32,
     in_flight: InFlight<Waiting>,
-    allocated: u64,
+    /// Bytes of each buffer.
+    buffers: Vec<u64>,
     counts: Counts,
 }
 
@@ -72,7 +73,7 @@ impl Paced {
             result: None,
             vocab: 0,
             in_flight: InFlight::default(),
-            allocated: 0,
+            buffers: Vec::new(),
             counts: Counts::default(),
         }
     }
@@ -147,9 +148,9 @@ impl Backend for Paced {
     }
 
     fn create(&mut self, label: &str, bytes: usize) -> Result<BufferId, DeviceError> {
-        let id = BufferId(self.counts.buffers as u32);
+        let id = BufferId(self.buffers.len() as u32);
         self.counts.buffers += 1;
-        self.allocated += bytes as u64;
+        self.buffers.push(bytes as u64);
         match label {
             "outputs" => self.outputs = Some(id),
             "result" => self.result = Some(id),
@@ -159,6 +160,13 @@ impl Backend for Paced {
     }
 
     fn write(&mut self, _buffer: BufferId, _offset: usize, _data: &[u8]) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn clear(&mut self, buffers: &[BufferId]) -> Result<(), DeviceError> {
+        self.in_flight.assert_empty();
+        self.programs.clear();
+        buffers.iter().for_each(|buffer| self.buffers[buffer.0 as usize] = 0);
         Ok(())
     }
 
@@ -201,7 +209,7 @@ impl Backend for Paced {
     }
 
     fn allocated_bytes(&self) -> u64 {
-        self.allocated
+        self.buffers.iter().sum()
     }
 
     fn counts(&self) -> Counts {

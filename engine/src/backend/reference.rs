@@ -78,6 +78,13 @@ impl Backend for Reference {
         Ok(())
     }
 
+    fn clear(&mut self, buffers: &[BufferId]) -> Result<(), DeviceError> {
+        self.in_flight.assert_empty();
+        self.programs.clear();
+        buffers.iter().for_each(|buffer| self.buffers[buffer.0 as usize] = RefCell::default());
+        Ok(())
+    }
+
     fn prepare(&mut self, program: Program) -> Result<ProgramId, DeviceError> {
         self.programs.push(program);
         Ok(ProgramId(self.programs.len() - 1))

@@ -20,7 +20,7 @@ use crate::weights::{LoadError, LoadProgress};
 use crate::worker::WorkerError;
 
 /// Version of the messages. Ends of different versions refuse each other in words.
-pub const CONTROL_VERSION: u32 = 3;
+pub const CONTROL_VERSION: u32 = 4;
 /// Largest message: a signed member list, a block for measuring the bandwidth, or a manifest and who asks for tensors.
 pub const MESSAGE_BYTES_MAX: usize = (1 << 20) + (64 << 10);
 const _: () = assert!(MESSAGE_BYTES_MAX >= MANIFEST_BYTES_MAX + (64 << 10));

@@ -326,7 +326,7 @@ impl Session {
     /// Nothing is left of a plan.
     fn release(&mut self) {
         self.end_stages();
-        self.shelf.keep_only(&[]);
+        self.shelf.clear();
     }
 
     /// The stages stop; those that are sound go to the shelf.

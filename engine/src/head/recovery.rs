@@ -43,7 +43,11 @@ impl Head {
     /// When the pipeline before was not suspended.
     pub fn recover(&mut self, pipeline: Pipeline, say: &mut dyn FnMut(Event)) -> Rebuild {
         let lost_at = self.lost_at.take().expect("the pipeline before was suspended");
-        let kept = |report: &StageReport| Kept { pages: report.kept, boundary: report.boundary.clone() };
+        let kept = |report: &StageReport| Kept {
+            layers: report.spec.layers.clone(),
+            pages: report.kept.clone(),
+            boundary: report.boundary.clone(),
+        };
         let kept: Vec<Kept> = pipeline.reports().iter().map(kept).collect();
         let limits = self.options.limits(&pipeline);
         let devices = |pipeline: &Pipeline| {

@@ -10,7 +10,7 @@ use pp_shaders::Profile;
 use pp_transport::quic::tuning;
 use pp_transport::{LinkId, LinkLimits, Port};
 
-use super::shelf::Key;
+use super::shelf::{Kept, Key};
 use super::supply::{self, Supply};
 use super::thread::{EDGE_PATIENCE, EVENTS_PER_STAGE, Event, Home, Ports, StageThread};
 use super::{
@@ -102,16 +102,12 @@ impl Pipeline {
                 threads: Vec::new(),
                 sources: Vec::new(),
                 workers: workers(devices),
-                home: Home {
-                    shelf: between.shelf.clone(),
-                    after,
-                    boundary_log: between.boundary_log,
-                    closed: Arc::default(),
-                },
+                home: Home { shelf: between.shelf.clone(), boundary_log: between.boundary_log, closed: Arc::default() },
                 // What is loaded already is not loaded again by the next attempt.
                 keeps: between.past.is_some(),
             },
             waiting: stages.iter().map(|_| None).collect(),
+            after,
             devices: devices.to_vec(),
             events,
             stages,
@@ -123,10 +119,9 @@ impl Pipeline {
         opening.prepare(checkpoint, between.model.as_ref(), specs, options, &links, &tell, &recorder, &epoch)?;
         let here: Vec<_> = layouts.into_iter().zip(devices).filter(|(_, device)| device.worker().is_none()).collect();
         let keys: Vec<Key> = here.iter().map(|(layout, device)| Key::new(checkpoint, digest, layout, device)).collect();
-        if let Some(shelf) = &between.shelf {
-            shelf.keep_only(&keys);
-        }
-        for ((layout, device), key) in here.into_iter().zip(keys) {
+        let nothing = || keys.iter().map(|_| None).collect();
+        let kept: Vec<Option<Kept>> = between.shelf.as_ref().map_or_else(nothing, |shelf| shelf.assign(&keys, after));
+        for (((layout, device), key), kept) in here.into_iter().zip(keys).zip(kept) {
             let index = layout.spec.index;
             let (give, ports) = bounded(1);
             let thread = StageThread {
@@ -138,6 +133,7 @@ impl Pipeline {
                 counters: opening.counters[index].clone(),
                 recorder: recorder.clone(),
                 epoch: epoch.clone(),
+                kept,
                 home: opening.running.home.clone(),
                 key,
             };
@@ -223,6 +219,8 @@ struct Opening {
     stages: Vec<StageName>,
     counters: Vec<Arc<Counters>>,
     events: Receiver<Event>,
+    /// The last epoch of the pipeline in whose place it is.
+    after: Option<u64>,
     devices: Vec<Device>,
     /// Of each stage of this process: who waits for its ports.
     waiting: Vec<Option<Sender<Ports>>>,
@@ -320,7 +318,7 @@ impl Opening {
             let plan = Plan {
                 session: links.session,
                 epoch: epoch.load(Ordering::Relaxed),
-                after: self.running.home.after,
+                after: self.after,
                 boundary_log: self.running.home.boundary_log,
                 contract: contract.clone(),
                 model_bytes: model.bytes,

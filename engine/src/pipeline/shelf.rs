@@ -2,6 +2,7 @@
 //! pipeline in its place.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pp_shaders::Profile;
@@ -10,7 +11,7 @@ use super::{Device, StageReport};
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::supplied::Origins;
 use crate::digest::Digest;
-use crate::layout::{StageLayout, StageOptions, StageSpec};
+use crate::layout::{Held, StageLayout, StageOptions, StageSpec};
 use crate::stage::Stage;
 
 /// What a stage must be to take another one's place.
@@ -35,11 +36,20 @@ impl Key {
         }
     }
 
-    fn is_same(&self, other: &Key) -> bool {
+    /// Whether a stage of the one is, or may become, a stage of the other: on the same device, of the same model, with the
+    /// same options.
+    fn is_alike(&self, other: &Key) -> bool {
         let same_model =
             Arc::ptr_eq(&self.model.0, &other.model.0) || (self.model.1.is_some() && self.model.1 == other.model.1);
-        let rest = |key: &Key| (key.spec.clone(), key.options, key.device.clone(), key.profile);
+        let rest = |key: &Key| (key.options, key.device.clone(), key.profile);
         same_model && rest(self) == rest(other)
+    }
+
+    /// How good a stage of `self` is for one of `other`: layers that both have; more where it is the very one.
+    fn worth(&self, other: &Key) -> Option<usize> {
+        let layers = self.spec.overlap(&other.spec).len();
+        let is_it = self.spec == other.spec;
+        (layers > 0 && self.is_alike(other)).then_some(if is_it { usize::MAX } else { layers })
     }
 }
 
@@ -49,8 +59,10 @@ pub struct Kept {
     pub stage: Stage,
     /// What it says when it is ready.
     pub report: StageReport,
-    /// The epoch in which it last worked: it has the keys and values of that pipeline.
+    /// The epoch of the pipeline whose keys and values it has, …
     pub pages_of: Option<u64>,
+    /// … and the layers that it has them of.
+    pub pages: Range<usize>,
 }
 
 /// See above. Dropping it closes what is on it.
@@ -76,15 +88,42 @@ impl Shelf {
         self.kept().push((key, kept));
     }
 
-    /// The stage that can be taken for that one, if there is one, for a pipeline that goes on behind that epoch of another.
-    pub fn take(&self, key: &Key, after: Option<u64>) -> Option<Kept> {
-        let mut all = self.kept();
-        let at = all.iter().position(|(other, _)| other.is_same(key))?;
-        let (_, mut kept) = all.swap_remove(at);
-        let has_pages = after.is_some() && kept.pages_of == after;
-        let report = StageReport { kept: has_pages, load_seconds: 0.0, read_bytes: 0, ..kept.report };
-        kept.report = StageReport { origins: Origins::default(), ..report };
-        Some(kept)
+    /// Takes a stage for each of `wanted`, where there is one: the very one, or one that has some of its layers and is to
+    /// become it ([`Stage::recut`]). All others are closed: their memory is wanted. The pipeline goes on behind the epoch
+    /// `after` of another, if that is given; of layers whose keys and values are not of then, none are there.
+    pub fn assign(&self, wanted: &[Key], after: Option<u64>) -> Vec<Option<Kept>> {
+        let pairs = pairs(&self.kept(), wanted);
+        let mut all: Vec<Option<(Key, Kept)>> = std::mem::take(&mut *self.kept()).into_iter().map(Some).collect();
+        let mut take = |(at, key): (usize, &Key)| {
+            let (_, mut kept) = all[at].take().expect("a stage is taken once");
+            if after.is_none() || kept.pages_of != after {
+                kept.pages = 0..0;
+            }
+            let pages = key.spec.common(&kept.pages);
+            kept.pages = pages.clone();
+            kept.report = StageReport { kept: pages, load_seconds: 0.0, read_bytes: 0, ..kept.report };
+            kept.report.origins = Origins::default();
+            kept
+        };
+        let taken = pairs.into_iter().zip(wanted).map(|(at, key)| at.map(|at| take((at, key)))).collect();
+        // Before anything is loaded.
+        drop(all);
+        taken
+    }
+
+    /// What [`Shelf::assign`] would take for each: what is there of its weights.
+    pub fn held(&self, wanted: &[(&Key, &StageLayout)]) -> Vec<Held> {
+        let all = self.kept();
+        let keys: Vec<Key> = wanted.iter().map(|(key, _)| (*key).clone()).collect();
+        let held = |(at, (_, layout)): (Option<usize>, &(&Key, &StageLayout))| {
+            at.map_or_else(Held::default, |at| layout.held_by(all[at].1.stage.layout()))
+        };
+        pairs(&all, &keys).into_iter().zip(wanted).map(held).collect()
+    }
+
+    /// Bytes that its stages take on their devices.
+    pub fn allocated_bytes(&self) -> u64 {
+        self.kept().iter().map(|(_, kept)| kept.stage.backend().allocated_bytes()).sum()
     }
 
     /// Closes the stage of that place, as if it had been lost; says whether there was one.
@@ -93,10 +132,26 @@ impl Shelf {
         !lost.is_empty()
     }
 
-    /// Closes all that none of these wants: its memory is wanted by those that are loaded.
-    pub fn keep_only(&self, wanted: &[Key]) {
-        let is_wanted = |(key, _): &(Key, Kept)| wanted.iter().any(|other| other.is_same(key));
-        let unwanted: Vec<_> = self.kept().extract_if(.., |kept| !is_wanted(kept)).collect();
-        drop(unwanted);
+    /// Closes everything.
+    pub fn clear(&self) {
+        let all = std::mem::take(&mut *self.kept());
+        drop(all);
     }
+}
+
+/// The place on the shelf of what is best for each that is wanted: none is taken twice, and the best pairs come first.
+fn pairs(all: &[(Key, Kept)], wanted: &[Key]) -> Vec<Option<usize>> {
+    let mut worths: Vec<(usize, usize, usize)> = Vec::new();
+    for (at, (key, _)) in all.iter().enumerate() {
+        let worth = |(place, other): (usize, &Key)| key.worth(other).map(|worth| (worth, at, place));
+        worths.extend(wanted.iter().enumerate().filter_map(worth));
+    }
+    worths.sort_by(|a, b| b.cmp(a));
+    let (mut found, mut taken) = (vec![None; wanted.len()], vec![false; all.len()]);
+    for (_, at, place) in worths {
+        if found[place].is_none() && !taken[at] {
+            (found[place], taken[at]) = (Some(at), true);
+        }
+    }
+    found
 }

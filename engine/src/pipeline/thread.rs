@@ -71,8 +71,6 @@ pub struct Ports {
 pub struct Home {
     /// The shelf, where they are wanted again.
     pub shelf: Option<Arc<Shelf>>,
-    /// The epoch of the pipeline before, where this one goes on behind it.
-    pub after: Option<u64>,
     /// Bytes of what it hands on that a stage keeps.
     pub boundary_log: u64,
     /// Set when nobody waits for those any more that have not ended.
@@ -109,7 +107,9 @@ pub struct StageThread {
     pub recorder: Arc<Recorder>,
     /// Frames of an older epoch are dropped.
     pub epoch: Arc<AtomicU64>,
-    /// Where the stage may come from, and goes.
+    /// A stage of a pipeline before, which it goes on with.
+    pub kept: Option<Kept>,
+    /// Where the stage goes.
     pub home: Home,
     /// What stands for it there.
     pub key: Key,
@@ -125,17 +125,25 @@ impl StageThread {
         std::thread::Builder::new().name(name).spawn(move || self.run(layout))
     }
 
-    fn run(self, layout: StageLayout) {
+    fn run(mut self, layout: StageLayout) {
         let index = layout.spec.index;
         let tell = self.tell.clone();
         let work = std::panic::AssertUnwindSafe(|| {
-            let kept = self.home.shelf.as_ref().and_then(|shelf| shelf.take(&self.key, self.home.after));
-            let mut kept = match kept.map_or_else(|| self.open(layout), Ok) {
+            let loaded = match self.kept.take() {
+                Some(kept) if kept.stage.layout().spec == layout.spec => Ok(kept),
+                Some(kept) => self.recut(kept, layout),
+                None => self.open(layout),
+            };
+            let mut kept = match loaded {
                 Ok(kept) => kept,
                 Err(error) => return self.say(Event::LoadFailed(index, error)),
             };
+            if kept.report.kept.is_empty() {
+                // Rows are known by their pages: those of another pipeline mean nothing here.
+                kept.stage.keep_boundary(0);
+            }
             kept.stage.keep_boundary(self.home.boundary_log);
-            kept.report.boundary = if kept.report.kept { kept.stage.kept_boundary() } else { Vec::new() };
+            kept.report.boundary = kept.stage.kept_boundary();
             self.say(Event::Ready(index, Box::new(kept.report.clone())));
             let ended = self.serve(&mut kept.stage);
             if ended.as_ref().err().is_none_or(WorkerError::is_elsewhere) {
@@ -154,6 +162,7 @@ impl StageThread {
     fn put_away(&self, mut kept: Kept) {
         if self.counters.progress().0 > 0 {
             kept.pages_of = Some(self.epoch.load(Ordering::Relaxed));
+            kept.pages = kept.stage.layout().spec.layers.clone();
         }
         if let Some(shelf) = self.home.shelf.as_ref().filter(|_| !self.home.closed.load(Ordering::Acquire)) {
             shelf.put(self.key.clone(), kept);
@@ -169,10 +178,35 @@ impl StageThread {
         self.stop.load(Ordering::Relaxed)
     }
 
+    /// A stage that knows nothing.
     fn open(&self, layout: StageLayout) -> Result<Kept, LoadError> {
         let started = Instant::now();
-        let index = layout.spec.index;
-        let report = StageReport {
+        let report = self.report(&layout);
+        // Beside the loading, which mostly waits for files.
+        let device = self.device.clone();
+        let trusted = std::thread::Builder::new().name("self-test".to_owned()).spawn(move || device.trusted());
+        let backend = self.device.open()?;
+        let stage = Stage::open(&self.checkpoint, layout, backend, &mut self.progress(report.spec.index))?;
+        match trusted.map(JoinHandle::join) {
+            Ok(Ok(found)) => found?,
+            Ok(Err(panic)) => return Err(LoadError::Untrusted { message: panic_message(panic.as_ref()) }),
+            Err(error) => return Err(LoadError::Untrusted { message: error.to_string() }),
+        }
+        Ok(Kept { report: loaded(report, &stage, started), stage, pages_of: None, pages: 0..0 })
+    }
+
+    /// A stage that has some of the layers becomes this one.
+    fn recut(&self, kept: Kept, layout: StageLayout) -> Result<Kept, LoadError> {
+        let started = Instant::now();
+        let Kept { stage, pages_of, pages, .. } = kept;
+        let report = StageReport { kept: pages.clone(), ..self.report(&layout) };
+        let stage = stage.recut(&self.checkpoint, layout, &mut self.progress(report.spec.index))?;
+        Ok(Kept { report: loaded(report, &stage, started), stage, pages_of, pages })
+    }
+
+    /// What there is to say of a stage before it is loaded.
+    fn report(&self, layout: &StageLayout) -> StageReport {
+        StageReport {
             spec: layout.spec.clone(),
             device: self.device.name(),
             device_id: self.device.id(),
@@ -186,15 +220,15 @@ impl StageThread {
             widened: layout.widened().iter().map(|(from, to, n)| ((*from).to_owned(), (*to).to_owned(), *n)).collect(),
             load_seconds: 0.0,
             timestamps: Timestamps::default(),
-            kept: false,
+            kept: 0..0,
             boundary: Vec::new(),
-        };
-        // Beside the loading, which mostly waits for files.
-        let device = self.device.clone();
-        let trusted = std::thread::Builder::new().name("self-test".to_owned()).spawn(move || device.trusted());
-        let backend = self.device.open()?;
+        }
+    }
+
+    /// Tells how far loading is, and whether to go on.
+    fn progress(&self, index: usize) -> impl FnMut(LoadProgress) -> bool {
         let mut told = 0;
-        let mut progress = |at: LoadProgress| {
+        move |at: LoadProgress| {
             // A bar needs no more than a few hundred updates.
             let is_far = |done: u64| done >= told + (at.total_bytes / 128).max(1);
             let done = at.at_hand() + at.read_bytes;
@@ -203,22 +237,7 @@ impl StageThread {
                 self.say(Event::Progress(index, at));
             }
             !self.stopped()
-        };
-        let stage = Stage::open(&self.checkpoint, layout, backend, &mut progress)?;
-        match trusted.map(JoinHandle::join) {
-            Ok(Ok(found)) => found?,
-            Ok(Err(panic)) => return Err(LoadError::Untrusted { message: panic_message(panic.as_ref()) }),
-            Err(error) => return Err(LoadError::Untrusted { message: error.to_string() }),
         }
-        let report = StageReport {
-            read_bytes: stage.read_bytes(),
-            origins: stage.origins(),
-            allocated_bytes: stage.backend().allocated_bytes(),
-            load_seconds: started.elapsed().as_secs_f64(),
-            timestamps: stage.backend().timestamps(),
-            ..report
-        };
-        Ok(Kept { stage, report, pages_of: None })
     }
 
     /// Takes its hops, proves them and works until it is stopped.
@@ -245,6 +264,18 @@ impl StageThread {
             &self.recorder,
             &self.stop,
         )
+    }
+}
+
+/// What there is to say of a stage that is loaded, beside what was known before.
+fn loaded(report: StageReport, stage: &Stage, started: Instant) -> StageReport {
+    StageReport {
+        read_bytes: stage.read_bytes(),
+        origins: stage.origins(),
+        allocated_bytes: stage.backend().allocated_bytes(),
+        load_seconds: started.elapsed().as_secs_f64(),
+        timestamps: stage.backend().timestamps(),
+        ..report
     }
 }
 

@@ -89,6 +89,11 @@ impl Matrix {
         if mode == Act::Q8 && self.format.is_quantised() { Act::Q8 } else { Act::F32 }
     }
 
+    /// Its buffers.
+    pub fn buffers(&self) -> impl Iterator<Item = BufferId> {
+        self.chunks.iter().flat_map(|chunk| chunk.streams.iter().chain(&chunk.bias).copied())
+    }
+
     /// Rows of all chunks.
     pub fn rows(&self) -> usize {
         self.chunks.iter().map(|chunk| chunk.rows).sum()

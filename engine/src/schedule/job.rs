@@ -113,8 +113,8 @@ pub struct Batch {
     pub prefill_tokens: usize,
     /// Sequences that decode in it.
     pub decode_tokens: usize,
-    /// Restores what stages have lost ([`super::Scheduler::recover`]): the last stage that computes it, and nothing is
-    /// drawn from it.
+    /// Restores what stages have lost ([`super::Scheduler::recover`]): it is computed in so many of the model's layers, and
+    /// nothing is drawn from it.
     pub until: Option<usize>,
     /// The stage that has its rows in the log of what it handed on: it and those before compute nothing.
     pub from: Option<usize>,

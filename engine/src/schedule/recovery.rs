@@ -2,11 +2,13 @@
 //!
 //! When a stage is lost, the others still have the keys and values of every token whose micro-batch was answered. So the
 //! sequences keep their pages, and what the lost stage knew is computed again by sending their tokens through the
-//! stages up to it. Those before it write what they have once more, the same bits; those behind it are not asked. Each
+//! stages up to it. Those before it write what they have once more, the same bits; those behind it are not asked. A stage that
+//! got some layers of another has lost those only: it computes up to the last one that is lost. Each
 //! page is restored once, whoever shares it. What follows is sent behind that, as every stage keeps the order.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
+use std::ops::Range;
 
 use pp_shaders::PAGE;
 
@@ -19,9 +21,11 @@ use crate::law::Share;
 pub struct Rebuild {
     /// Sequences that go on.
     pub sequences: usize,
-    /// The last stage that computes again; those behind it have all they had.
+    /// Layers of the model that are computed again, from the first one on; those behind have all they had.
     pub until: usize,
-    /// Tokens that each of the stages up to it computes again.
+    /// The stage that has the last of them.
+    pub stage: usize,
+    /// Tokens that each of the stages up to that one computes again.
     pub tokens: usize,
     /// Those of which the stage before the first lost one has kept what it handed on: …
     pub logged: usize,
@@ -38,8 +42,8 @@ impl fmt::Display for Rebuild {
         if self.tokens == 0 {
             return f.write_str("nothing is computed again");
         }
-        let (tokens, sequences, until) = (self.tokens, self.sequences, self.until);
-        write!(f, "rebuilding {tokens} tokens of {sequences} sequence(s) on the stages up to {until}")?;
+        let (tokens, sequences, stage) = (self.tokens, self.sequences, self.stage);
+        write!(f, "rebuilding {tokens} tokens of {sequences} sequence(s) on the stages up to {stage}")?;
         if let Some(from) = self.from.filter(|_| self.logged > 0) {
             write!(f, ", {} of them from the log of stage {from}", self.logged)?;
         }
@@ -51,7 +55,12 @@ impl Rebuild {
     /// Tokens that a stage computes again.
     pub fn of(&self, stage: usize) -> usize {
         let is_spared = self.from.is_some_and(|from| stage <= from);
-        if stage > self.until { 0 } else { self.tokens - if is_spared { self.logged } else { 0 } }
+        if stage > self.stage { 0 } else { self.tokens - if is_spared { self.logged } else { 0 } }
+    }
+
+    /// The same times the layers, of a stage that has these, in which it computes them.
+    pub fn layer_tokens(&self, stage: usize, layers: &Range<usize>) -> usize {
+        self.of(stage) * layers.end.min(self.until).saturating_sub(layers.start)
     }
 
     /// Whether there is nothing left to do.
@@ -66,8 +75,10 @@ pub(super) struct Recovery {
     /// Not all sent.
     waiting: VecDeque<Replay>,
     rebuild: Rebuild,
-    /// Stages that do not have what they should until all is restored.
+    /// Layers of the model that do not have what they should until all is restored.
     without: Vec<bool>,
+    /// The part of its layers that the last stage computes.
+    last_share: f64,
     /// Tokens of a micro-batch.
     chunk: usize,
 }
@@ -89,16 +100,19 @@ struct Replay {
 /// What a stage has of the pipeline before.
 #[derive(Clone, Debug, Default)]
 pub struct Kept {
-    /// Its pages, as they were.
-    pub pages: bool,
+    /// Its layers.
+    pub layers: Range<usize>,
+    /// Those of which it has the pages, as they were.
+    pub pages: Range<usize>,
     /// What it has handed on: pages, with a bit for each row.
     pub boundary: Vec<(u32, u32)>,
 }
 
 impl Scheduler {
     /// Everything in flight was given up, and another pipeline is there that has forgotten every sequence. Of its stages
-    /// some have `kept` what they had. What runs goes on behind the last token whose micro-batch
-    /// was answered; idle pages are forgotten. Where the page space is another one, everything begins again.
+    /// some have `kept` what they, or others, had. What runs goes on behind the last token whose micro-batch
+    /// was answered; idle pages are forgotten if any stage has lost them. Where the page space is another one, everything
+    /// begins again.
     pub fn recover(&mut self, limits: Limits, shares: Vec<Share>, kept: &[Kept]) -> Rebuild {
         let space = |limits: &Limits| (limits.pages, limits.context, limits.sequences, limits.prefix_cache);
         let is_same_space = space(&limits) == space(&self.limits);
@@ -106,9 +120,11 @@ impl Scheduler {
             self.fits = Fits::new(limits.stages, shares);
         }
         let without = std::mem::take(&mut self.recovery).without;
-        let has = |stage: usize| kept[stage].pages && !without.get(stage).copied().unwrap_or(false);
-        let is_same_cut = limits.stages == self.limits.stages;
-        let without: Vec<bool> = (0..kept.len()).map(|stage| !(is_same_cut && has(stage))).collect();
+        let has = |layer: &usize| !without.get(*layer).copied().unwrap_or(false);
+        let lacks = |stage: &Kept, layer: usize| !(stage.pages.contains(&layer) && has(&layer));
+        let without: Vec<bool> =
+            kept.iter().flat_map(|stage| stage.layers.clone().map(|layer| lacks(stage, layer))).collect();
+        let stage_of = |layer: usize| kept.iter().position(|stage| stage.layers.contains(&layer)).unwrap_or(0);
         self.limits = limits;
         self.chunk = self.chunk.min(limits.batch_tokens);
         if !is_same_space || without.iter().all(|without| *without) {
@@ -116,14 +132,19 @@ impl Scheduler {
             let (sequences, tokens) = (running().count(), running().map(|sequence| sequence.sent).sum());
             self.restart();
             self.pages = Pages::new(limits.pages, limits.prefix_cache);
-            self.recovery.rebuild =
-                Rebuild { sequences, until: limits.stages - 1, tokens, done: tokens, ..Rebuild::default() };
+            let (until, stage) = (without.len(), limits.stages - 1);
+            self.recovery.rebuild = Rebuild { sequences, until, stage, tokens, done: tokens, ..Rebuild::default() };
             return self.recovery.rebuild;
         }
-        self.rewind();
-        self.pages.forget_all();
-        let until = without.iter().rposition(|without| *without);
-        let from = without.iter().position(|without| *without).and_then(|first| first.checked_sub(1));
+        let known = self.rewind();
+        let last = without.iter().rposition(|without| *without);
+        if last.is_some() {
+            self.pages.forget_all();
+        } else {
+            self.pages.forget_after(known);
+        }
+        let first = without.iter().position(|without| *without);
+        let from = first.and_then(|first| stage_of(first).checked_sub(1));
         let log: HashMap<u32, u32> =
             from.map_or_else(HashMap::new, |from| kept[from].boundary.iter().copied().collect());
         let mut restored = HashSet::new();
@@ -131,18 +152,20 @@ impl Scheduler {
             self.sequences.iter().filter(|(_, s)| s.admitted.is_some()).map(|(choice, _)| *choice).collect();
         for choice in &running {
             self.resume(*choice);
-            if until.is_some() {
+            if last.is_some() {
                 self.restore(*choice, &mut restored, &log);
             }
         }
         let tokens = self.recovery.waiting.iter().map(|replay| replay.tokens.len() - replay.at).sum();
-        let until = until.unwrap_or(0);
+        let (until, stage) = last.map_or((0, 0), |last| (last + 1, stage_of(last)));
         let logged = self.recovery.waiting.iter().filter(|replay| replay.is_logged);
         let logged = logged.map(|replay| replay.tokens.len() - replay.at).sum();
         self.recovery.without = if tokens > 0 { without } else { Vec::new() };
         self.recovery.chunk = self.fits.first_chunk(tokens, limits.batch_tokens).clamp(1, limits.batch_tokens);
+        let layers = &kept[stage].layers;
+        self.recovery.last_share = until.saturating_sub(layers.start) as f64 / layers.len().max(1) as f64;
         self.recovery.rebuild =
-            Rebuild { sequences: running.len(), until, tokens, from, logged, done: 0, seconds: None };
+            Rebuild { sequences: running.len(), until, stage, tokens, from, logged, done: 0, seconds: None };
         self.recovery.rebuild.seconds = self.restoring_seconds();
         self.size_chunks();
         self.recovery.rebuild
@@ -167,8 +190,8 @@ impl Scheduler {
         self.recovery.rebuild
     }
 
-    /// Takes back what was sent and not answered.
-    fn rewind(&mut self) {
+    /// Takes back what was sent and not answered; returns the number of the latest contents of pages that were computed.
+    fn rewind(&mut self) -> u64 {
         let known = self.in_flight.front().map_or(self.pages.latest(), |flight| flight.known);
         for sent in std::mem::take(&mut self.in_flight).into_iter().flat_map(|flight| flight.parts) {
             if let Some(sequence) = self.sequences.get_mut(&sent.choice)
@@ -189,6 +212,7 @@ impl Scheduler {
         self.released.clear();
         self.ready.clear();
         self.prefilling.clear();
+        known
     }
 
     /// Puts a running sequence where it goes on, under another name.
@@ -237,7 +261,7 @@ impl Scheduler {
     /// Seconds until all is restored: the slowest stage for every micro-batch, and the others once.
     fn restoring_seconds(&self) -> Option<f64> {
         let costs = self.fits.costs()?;
-        let stages = costs.prompts.get(..=self.recovery.rebuild.until)?;
+        let stages = costs.prompts.get(..=self.recovery.rebuild.stage)?;
         let first = self.recovery.rebuild.from.map_or(0, |from| from + 1);
         let mut batches: Vec<(usize, f64, bool)> = Vec::new();
         for replay in &self.recovery.waiting {
@@ -259,7 +283,10 @@ impl Scheduler {
         let seconds = |batch: &(usize, f64, bool)| -> Vec<f64> {
             let (tokens, seen, is_logged) = *batch;
             let computing = &stages[if is_logged { first } else { 0 }..];
-            computing.iter().map(|stage| stage.step(tokens as f64) + stage.attention * seen).collect()
+            let mut seconds: Vec<f64> =
+                computing.iter().map(|stage| stage.step(tokens as f64) + stage.attention * seen).collect();
+            seconds.iter_mut().next_back().into_iter().for_each(|last| *last *= self.recovery.last_share);
+            seconds
         };
         let Some((begin, rest)) = batches.split_first() else { return Some(0.0) };
         // What several compute on is busy with the work of all of them.

@@ -100,7 +100,7 @@ impl Model for Toy {
         }
         let mut values = Vec::new();
         let mut at = 0;
-        let is_asked = batch.until.is_none_or(|until| stage <= until) && batch.from.is_none_or(|from| stage >= from);
+        let is_asked = batch.until.is_none_or(|until| stage < until) && batch.from.is_none_or(|from| stage >= from);
         for part in batch.parts.iter().filter(|_| is_asked) {
             s.tables.entry(part.sequence).or_default().extend(&part.new_pages);
             let given = if from.is_empty() { &[][..] } else { &from[at..at + part.ids.len()] };

@@ -212,12 +212,20 @@ impl Session {
         let manifest = pending.manifest.clone().ok_or_else(|| refused("no manifest has come"))?;
         let cache = self.server.host.tensors().ok_or_else(|| refused("there is no tensor cache"))?;
         let name = &pending.plan.model_name;
-        let layouts = self.lay_out(pending, &Checkpoint::supplied(&manifest, name, None))?;
+        let blank = Arc::new(Checkpoint::supplied(&manifest, name, None));
+        let layouts = self.lay_out(pending, &blank)?;
         let positions: HashMap<&str, usize> =
             manifest.tensors.iter().enumerate().map(|(at, entry)| (entry.name.as_str(), at)).collect();
+        let keys: Vec<Key> = layouts
+            .iter()
+            .zip(&pending.devices)
+            .map(|(layout, device)| Key::new(&blank, Some(manifest.model), layout, device))
+            .collect();
+        let held = self.shelf.held(&keys.iter().zip(&layouts).collect::<Vec<_>>());
         let wanted: Vec<Vec<usize>> = layouts
             .iter()
-            .map(|layout| layout.tensors_in_order().map(|tensor| positions[tensor.name.as_str()]).collect())
+            .zip(&held)
+            .map(|(layout, held)| layout.tensors_beside(held).map(|tensor| positions[tensor.name.as_str()]).collect())
             .collect();
         let fetcher = Fetcher::new(manifest.clone(), cache, &wanted).map_err(|error| Refusal::Load(error.into()))?;
         let checkpoints = (0..layouts.len())
@@ -277,12 +285,7 @@ impl Session {
             fetching,
             loaded: 0,
             stop: Arc::default(),
-            home: Home {
-                shelf: Some(self.shelf.clone()),
-                after: plan.after,
-                boundary_log: plan.boundary_log,
-                closed: Arc::default(),
-            },
+            home: Home { shelf: Some(self.shelf.clone()), boundary_log: plan.boundary_log, closed: Arc::default() },
             threads: Vec::new(),
             events,
             counters: plan.tasks.iter().map(|_| Arc::default()).collect(),
@@ -301,8 +304,9 @@ impl Session {
             .map(|((layout, checkpoint), device)| (Key::new(&checkpoint, digest, &layout, device), layout, checkpoint))
             .collect();
         let keys: Vec<Key> = stages.iter().map(|(key, ..)| key.clone()).collect();
-        self.shelf.keep_only(&keys);
-        for (index, ((key, layout, checkpoint), device)) in stages.into_iter().zip(&pending.devices).enumerate() {
+        let kept = self.shelf.assign(&keys, running.plan.after);
+        let each = stages.into_iter().zip(kept).zip(&pending.devices).enumerate();
+        for (index, (((key, layout, checkpoint), kept), device)) in each {
             let (give, ports) = bounded(1);
             let thread = StageThread {
                 checkpoint,
@@ -313,6 +317,7 @@ impl Session {
                 counters: running.counters[index].clone(),
                 recorder: running.recorder.clone(),
                 epoch: running.epoch.clone(),
+                kept,
                 home: running.home.clone(),
                 key,
             };

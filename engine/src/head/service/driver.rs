@@ -385,7 +385,7 @@ impl Driver {
     fn reopened(&mut self, pipeline: Pipeline, text: &str) {
         let mut events = Vec::new();
         let rebuild = self.head.recover(pipeline, &mut |event| events.push(event));
-        tracing::warn!(tokens = rebuild.tokens, until = rebuild.until, "another pipeline runs, {text}");
+        tracing::warn!(tokens = rebuild.tokens, stage = rebuild.stage, "another pipeline runs, {text}");
         self.down = None;
         self.shared.view().reopened(&self.head);
         self.tell_all(&Notice::Resumed(format!("{text}; {rebuild}")));

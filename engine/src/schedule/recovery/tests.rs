@@ -36,23 +36,37 @@ struct Moving {
 /// A scheduler and stages that compute one micro-batch after the other, whichever is asked to.
 struct Pipe {
     scheduler: Scheduler,
+    /// The stages' layers.
+    cut: Vec<Range<usize>>,
+    /// A layer each.
     toy: Toy,
     /// In front of each stage, and of the head.
     queues: Vec<VecDeque<Moving>>,
     answers: BTreeMap<Choice, Vec<u32>>,
     wanted: BTreeMap<RequestId, usize>,
-    /// Tokens that each stage has computed since the latest loss.
+    /// Tokens that each layer has computed since the latest loss.
     computed: Vec<usize>,
+}
+
+/// A stage for each of so many layers.
+fn singles(stages: usize) -> Vec<Range<usize>> {
+    (0..stages).map(|stage| stage..stage + 1).collect()
 }
 
 impl Pipe {
     fn new(limits: Limits) -> Pipe {
+        Pipe::cut(limits, singles(limits.stages))
+    }
+
+    fn cut(limits: Limits, cut: Vec<Range<usize>>) -> Pipe {
+        let layers = cut[cut.len() - 1].end;
         Pipe {
-            toy: Toy::new(limits.stages, limits.pages),
+            cut,
+            toy: Toy::new(layers, limits.pages),
             queues: (0..=limits.stages).map(|_| VecDeque::new()).collect(),
             answers: BTreeMap::new(),
             wanted: BTreeMap::new(),
-            computed: vec![0; limits.stages],
+            computed: vec![0; layers],
             scheduler: Scheduler::new(limits),
         }
     }
@@ -73,13 +87,15 @@ impl Pipe {
     /// A stage, or the head, does what came first; false where nothing did.
     fn advance(&mut self, place: usize) -> bool {
         let Some(mut moving) = self.queues[place].pop_front() else { return false };
-        let stages = self.computed.len();
-        if place < stages {
-            let (from, until) = (moving.batch.from, moving.batch.until);
-            if from.is_none_or(|from| place > from) && until.is_none_or(|until| place <= until) {
-                self.computed[place] += moving.batch.parts.iter().map(|part| part.ids.len()).sum::<usize>();
+        if let Some(layers) = self.cut.get(place).cloned() {
+            // What a stage hands on is what its last layer does.
+            let batch = Batch { from: moving.batch.from.map(|from| self.cut[from].end - 1), ..moving.batch.clone() };
+            for layer in layers {
+                if batch.from.is_none_or(|from| layer > from) && batch.until.is_none_or(|until| layer < until) {
+                    self.computed[layer] += batch.parts.iter().map(|part| part.ids.len()).sum::<usize>();
+                }
+                moving.data = self.toy.forward(layer, &batch, moving.data);
             }
-            moving.data = self.toy.forward(place, &moving.batch, moving.data);
             self.queues[place + 1].push_back(moving);
             return true;
         }
@@ -98,15 +114,39 @@ impl Pipe {
 
     /// Stages that know nothing take the places of these, in a pipeline of the same limits; the others have kept what they
     /// handed on of these pages.
-    fn lose(&mut self, lost: &[usize], logged: std::ops::Range<u32>) -> Rebuild {
-        self.queues.iter_mut().for_each(VecDeque::clear);
+    fn lose(&mut self, lost: &[usize], logged: Range<u32>) -> Rebuild {
+        let pages = |(stage, layers): (usize, &Range<usize>)| if lost.contains(&stage) { 0..0 } else { layers.clone() };
+        let pages: Vec<Range<usize>> = self.cut.iter().enumerate().map(pages).collect();
+        self.go_on_with(self.cut.clone(), &pages, logged)
+    }
+
+    /// The layers are divided anew; each stage goes on with one before, of which it has the layers that both have, or knows
+    /// nothing.
+    fn recut(&mut self, cut: Vec<Range<usize>>, before: &[Option<usize>]) -> Rebuild {
+        let common = |(layers, before): (&Range<usize>, &Option<usize>)| {
+            let had = before.map_or(0..0, |before| self.cut[before].clone());
+            let start = layers.start.max(had.start);
+            start..layers.end.min(had.end).max(start)
+        };
+        let pages: Vec<Range<usize>> = cut.iter().zip(before).map(common).collect();
+        self.go_on_with(cut, &pages, 0..0)
+    }
+
+    fn go_on_with(&mut self, cut: Vec<Range<usize>>, pages: &[Range<usize>], logged: Range<u32>) -> Rebuild {
+        self.queues = (0..=cut.len()).map(|_| VecDeque::new()).collect();
         self.toy.forget_sequences();
-        lost.iter().for_each(|stage| self.toy.lose(*stage));
+        let has = |layer: usize| pages.iter().any(|pages| pages.contains(&layer));
+        (0..self.computed.len()).filter(|layer| !has(*layer)).for_each(|layer| self.toy.lose(layer));
         self.computed.fill(0);
         let boundary: Vec<(u32, u32)> = logged.map(|page| (page, u32::MAX)).collect();
-        let kept = |stage: usize| Kept { pages: !lost.contains(&stage), boundary: boundary.clone() };
-        let kept: Vec<Kept> = (0..self.computed.len()).map(kept).collect();
-        let limits = *self.scheduler.limits();
+        let kept = |(layers, pages): (&Range<usize>, &Range<usize>)| Kept {
+            layers: layers.clone(),
+            pages: pages.clone(),
+            boundary: boundary.clone(),
+        };
+        let kept: Vec<Kept> = cut.iter().zip(pages).map(kept).collect();
+        let limits = Limits { stages: cut.len(), in_flight: 2 * cut.len() + 1, ..*self.scheduler.limits() };
+        self.cut = cut;
         self.scheduler.recover(limits, Vec::new(), &kept)
     }
 
@@ -167,7 +207,7 @@ fn t11_a_stage_that_is_lost_at_any_moment_changes_no_token() {
                 break;
             }
             let rebuild = pipe.lose(&[stage], 0..0);
-            assert_eq!(rebuild.until, if rebuild.tokens > 0 { stage } else { rebuild.until });
+            assert_eq!((rebuild.stage, rebuild.until), (stage, stage + 1));
             while pipe.scheduler.is_restoring() || !pipe.scheduler.rebuild().is_over() {
                 assert!(!pipe.go_on(&mut random, 1), "nothing ends before it is restored");
                 assert!(pipe.computed[stage + 1..].iter().all(|tokens| *tokens <= pipe.computed[stage]));
@@ -200,7 +240,7 @@ fn only_what_was_lost_is_computed_again() {
     let rebuild = pipe.lose(&[1], 0..0);
     // Three full pages are shared; what was on its way is computed as it would have been.
     assert!(rebuild.tokens <= written - 2 * 96 && rebuild.tokens > written - 2 * 96 - 3, "{rebuild:?}, {written}");
-    assert_eq!((rebuild.sequences, rebuild.until), (3, 1));
+    assert_eq!((rebuild.sequences, rebuild.stage, rebuild.until), (3, 1, 2));
     pipe.send();
     while !pipe.scheduler.rebuild().is_over() {
         for place in 0..5 {
@@ -283,6 +323,62 @@ fn what_was_answered_and_not_drawn_from_is_computed_again() {
     check(&pipe, 2, &work);
 }
 
+/// Of layers that change their stage, and of those of a stage that is gone, all are computed again up to the last one; those
+/// that stay where they are behind it are not.
+#[test]
+fn layers_that_change_their_stage_are_computed_again_and_none_behind_them() {
+    let asked_and_begun = || {
+        let mut pipe = Pipe::cut(limits(3, 64, true), vec![0..3, 3..6, 6..9]);
+        pipe.ask((0..100).collect(), 1, 30);
+        let mut random = Random::new(1);
+        while pipe.answers.values().any(|answer| answer.len() < 8) {
+            assert!(!pipe.go_on(&mut random, 1));
+        }
+        (pipe, random)
+    };
+    let check =
+        |cut: Vec<Range<usize>>, before: &[Option<usize>], until: usize, stage: usize, layer_tokens: &[usize]| {
+            let (mut pipe, mut random) = asked_and_begun();
+            let rebuild = pipe.recut(cut.clone(), before);
+            assert_eq!((rebuild.tokens, rebuild.until, rebuild.stage), (107, until, stage), "{cut:?}");
+            let found = cut.iter().enumerate().map(|(stage, layers)| rebuild.layer_tokens(stage, layers));
+            assert_eq!(found.collect::<Vec<_>>(), layer_tokens, "{cut:?}");
+            assert!(pipe.go_on(&mut random, 100_000));
+            let expected: Vec<usize> = (0..9).map(|layer| 22 + if layer < until { 107 } else { 0 }).collect();
+            assert_eq!(pipe.computed, expected, "{cut:?}");
+            self::check(&pipe, 9, &[((0..100).collect(), 1, 30)]);
+        };
+    // A layer goes to the stage behind, one to the stage before.
+    check(vec![0..2, 2..6, 6..9], &[Some(0), Some(1), Some(2)], 3, 1, &[214, 107, 0]);
+    check(vec![0..4, 4..6, 6..9], &[Some(0), Some(1), Some(2)], 4, 0, &[428, 0, 0]);
+    // The middle one is gone, and its neighbours have its layers.
+    check(vec![0..5, 5..9], &[Some(0), Some(2)], 6, 1, &[535, 107]);
+    // Another one takes two layers from the last.
+    check(vec![0..3, 3..6, 6..8, 8..9], &[Some(0), Some(1), None, Some(2)], 8, 2, &[321, 321, 214, 0]);
+}
+
+/// Where no stage has lost anything, what is remembered of those who have ended stays; else it is forgotten.
+#[test]
+fn what_is_remembered_stays_where_every_stage_has_it() {
+    let prompt: Vec<u32> = (0..100).collect();
+    for (lost, spared) in [(&[][..], 99), (&[1], 0)] {
+        let mut pipe = asked(limits(3, 64, true), &[]);
+        let mut random = Random::new(4);
+        pipe.ask(prompt.clone(), 1, 5);
+        assert!(pipe.go_on(&mut random, 100_000));
+        // One that is cut off in the middle of its prompt: what it was to fill is not remembered.
+        pipe.ask(vec![7; 200], 1, 5);
+        pipe.send();
+        assert!(pipe.advance(0));
+        pipe.lose(lost, 0..0);
+        pipe.ask(prompt.clone(), 1, 5);
+        assert!(pipe.go_on(&mut random, 100_000));
+        let work = [(prompt.clone(), 1, 5), (vec![7; 200], 1, 5), (prompt.clone(), 1, 5)];
+        assert_eq!(pipe.scheduler.status().spared_tokens, spared, "{lost:?} is lost");
+        check(&pipe, 3, &work);
+    }
+}
+
 #[test]
 fn a_pipeline_with_other_pages_begins_again_and_says_what_does_not_fit() {
     let mut pipe = asked(limits(2, 24, true), &[]);
@@ -292,11 +388,11 @@ fn a_pipeline_with_other_pages_begins_again_and_says_what_does_not_fit() {
     assert!(!pipe.go_on(&mut random, 40));
     pipe.queues.iter_mut().for_each(VecDeque::clear);
     let smaller = Limits { stages: 1, in_flight: 3, pages: 2, ..limits(1, 2, true) };
-    pipe.scheduler.recover(smaller, Vec::new(), &[Kept::default()]);
+    pipe.scheduler.recover(smaller, Vec::new(), &[Kept { layers: 0..1, ..Kept::default() }]);
     let too_long = pipe.scheduler.too_long();
     assert_eq!(too_long, [RequestId(1)]);
     too_long.into_iter().for_each(|request| pipe.scheduler.cancel(request));
-    (pipe.toy, pipe.computed) = (Toy::new(1, 2), vec![0]);
+    (pipe.toy, pipe.computed, pipe.cut) = (Toy::new(1, 2), vec![0], singles(1));
     pipe.queues.truncate(2);
     // One stage computes other tokens than two: what is committed stays.
     let before = pipe.answers.clone();
@@ -306,8 +402,47 @@ fn a_pipeline_with_other_pages_begins_again_and_says_what_does_not_fit() {
     assert!(pipe.answers[&choice].starts_with(&before[&choice]));
 }
 
+/// Of each property; `PP_SOAK` sets it.
+fn cases() -> u32 {
+    std::env::var("PP_SOAK").ok().and_then(|cases| cases.parse().ok()).unwrap_or(300)
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(cases()))]
+
+    /// The layers are divided anew again and again, while something is restored too, and stages are lost meanwhile.
+    #[test]
+    fn other_cuts_change_no_token(
+        seed in any::<u64>(),
+        layers in 4usize..8,
+        pages in 12usize..40,
+        cuts in prop::collection::vec((1usize..100, any::<u64>()), 1..6),
+    ) {
+        let mut random = Random::new(seed);
+        let work = workload(&mut random);
+        let divided = |random: &mut Random| {
+            let mut ends: Vec<usize> = (0..random.between(0, 3)).map(|_| random.between(1, layers - 1)).collect();
+            ends.extend([0, layers]);
+            ends.sort_unstable();
+            ends.dedup();
+            ends.windows(2).map(|ends| ends[0]..ends[1]).collect::<Vec<_>>()
+        };
+        let first = divided(&mut random);
+        let mut pipe = Pipe::cut(limits(first.len(), pages, true), first);
+        work.iter().for_each(|(prompt, choices, count)| pipe.ask(prompt.clone(), *choices, *count));
+        for (moments, how) in cuts {
+            pipe.go_on(&mut random, moments);
+            let mut how = Random::new(how);
+            let cut = divided(&mut how);
+            let mut left: Vec<usize> = (0..pipe.cut.len()).collect();
+            let mut before = |_| (!left.is_empty() && how.between(0, 3) > 0).then(|| left.swap_remove(how.between(0, left.len() - 1)));
+            let before: Vec<Option<usize>> = (0..cut.len()).map(&mut before).collect();
+            let rebuild = pipe.recut(cut, &before);
+            prop_assert!(rebuild.until <= layers);
+        }
+        prop_assert!(pipe.go_on(&mut random, 1_000_000));
+        check(&pipe, layers, &work);
+    }
 
     /// Several losses, of several stages, also while what an earlier one took is restored; short of pages or not; with
     /// cancellation in between.
