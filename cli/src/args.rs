@@ -16,7 +16,9 @@ use serde::Deserialize;
 
 pub use bench::{ApiArg, BenchArgs, Lengths, LoadArgs};
 pub use chat::{ChatArgs, ContextPolicy, ThoughtsArg};
-pub use cluster::{AddArgs, ClusterArgs, ClusterVerb, DrainArgs, InitArgs, RemoveArgs, StatusArgs, WorkerArgs};
+pub use cluster::{
+    AddArgs, ClusterArgs, ClusterVerb, DrainArgs, InitArgs, RebalanceArgs, RemoveArgs, StatusArgs, WorkerArgs,
+};
 pub use form::{FormArgs, ToolFormatArg};
 pub use network::{DoctorArgs, NetBenchArgs, NetBenchEndArgs, NetworkArg, TransportArg};
 pub use serve::{LogFormat, ServeArgs};

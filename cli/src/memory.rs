@@ -66,6 +66,13 @@ pub fn pools(devices: &[Device]) -> Vec<Pool> {
     pools.into_iter().map(|(_, pool)| pool).collect()
 }
 
+/// The same where a pipeline that is to be replaced holds so many bytes of this machine's memory: they are free for the next.
+pub fn with_held(mut pools: Vec<Pool>, held: u64) -> Vec<Pool> {
+    let here = pools.iter_mut().filter(|pool| pool.worker.is_none() && pool.host);
+    here.for_each(|pool| pool.available = pool.available.map(|available| available.saturating_add(held)));
+    pools
+}
+
 /// Bytes of memory of this machine, and how many it can give away without swapping.
 pub fn host() -> Option<(u64, u64)> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;

@@ -459,43 +459,47 @@ pub fn checked() -> bool {
 }
 
 impl Plan {
+    /// What of it others may know: all but the workers.
+    pub fn sketch(&self) -> Sketch {
+        let (checkpoint, specs) = (self.checkpoint.clone(), self.specs.clone());
+        Sketch { checkpoint, specs, devices: self.devices.clone(), options: self.options }
+    }
+
     /// The devices with those of lost workers replaced by the first of others, a worker for each; their names are forgotten.
     ///
     /// # Errors
     /// When one has no device, or not the memory.
     pub fn with_others(&mut self, lost: &[Name], others: &[Arc<Worker>]) -> Result<()> {
-        let replace = |device: &Device| -> Result<Device> {
-            let name = device.worker();
-            let at = lost.iter().position(|lost| name.as_deref() == Some(lost.as_str()));
-            let other = at.map(|at| RemoteDevice::of(&others[at], None).map_err(lease_error)).transpose()?;
-            Ok(other.map_or_else(|| device.clone(), Device::Remote))
-        };
-        let devices = self.devices.iter().map(replace).collect::<Result<Vec<_>>>()?;
-        let layouts = layouts(&self.checkpoint, &self.specs, self.options, &devices)?;
-        // What those that are left hold is theirs already.
-        let is_new = |pool: &Pool| others.iter().any(|other| pool.worker.as_deref() == Some(other.name()));
-        let pools: Vec<Pool> = memory::pools(&devices).into_iter().filter(is_new).collect();
-        if let Some(pool) = memory::shortage(&pools, &needs(&layouts)) {
-            return Err(errors::device(format!("{} has not enough memory for the lost layers", pool.device)));
-        }
+        let (devices, layouts) = self.sketch().with_others(lost, others)?;
         if let Some(cluster) = &mut self.cluster {
             cluster.forget(lost);
         }
-        (self.layouts, self.devices) = (layouts, devices);
+        (self.layouts, self.devices, self.pools) = (layouts, devices.clone(), memory::pools(&devices));
         Ok(())
     }
 
-    /// Divides the layers over other devices, by bytes; context and cache stay as they are.
+    /// Divides the layers so over the same devices; context and cache stay as they are.
+    ///
+    /// # Errors
+    /// As [`Sketch::divided`].
+    pub fn divide(&mut self, counts: &[usize], held: u64) -> Result<()> {
+        self.layouts = self.sketch().divided(counts, held)?;
+        (self.counts, self.specs, self.basis) = (counts.to_vec(), StageSpec::pipeline(counts), Basis::Typed);
+        Ok(())
+    }
+
+    /// Divides the layers over other devices, by bytes; context and cache stay as they are. Of this machine's memory `held`
+    /// bytes are the pipeline's already.
     ///
     /// # Errors
     /// When there is none, or they do not fit.
-    pub fn over(&mut self, devices: Vec<Device>) -> Result<()> {
+    pub fn over(&mut self, devices: Vec<Device>, held: u64) -> Result<()> {
         if devices.is_empty() {
             return Err(errors::worker("no device is left"));
         }
         let costs = settings::costs(&self.checkpoint);
         let counts = Split::Bytes.resolve(Some(devices.len()), &costs)?;
-        let (pools, options) = (memory::pools(&devices), self.options);
+        let (pools, options) = (memory::with_held(memory::pools(&devices), held), self.options);
         let args = PipelineArgs::default();
         let open = Open { checkpoint: &self.checkpoint, args: &args, options: &options };
         let (context, kv_tokens) = (Some(options.context), Some(options.kv_tokens));
@@ -542,6 +546,71 @@ impl Plan {
             Basis::Measured(forecast) => Some(format!("split {split} {}", forecast.basis_text())),
             Basis::Bytes(Some(why)) => Some(format!("split {split} by bytes: {why}")),
             Basis::Bytes(None) | Basis::Typed => None,
+        }
+    }
+}
+
+/// A pipeline's stages and devices.
+#[derive(Clone)]
+pub struct Sketch {
+    /// The model.
+    pub checkpoint: Arc<Checkpoint>,
+    /// The stages.
+    pub specs: Vec<StageSpec>,
+    /// The device of each.
+    pub devices: Vec<Device>,
+    /// What they share.
+    pub options: StageOptions,
+}
+
+impl Sketch {
+    /// The devices with those of some workers replaced by the first of others, a worker for each; and what all hold then.
+    ///
+    /// # Errors
+    /// When one has no device, or not the memory.
+    pub fn with_others(&self, lost: &[Name], others: &[Arc<Worker>]) -> Result<(Vec<Device>, Vec<StageLayout>)> {
+        let replace = |device: &Device| -> Result<Device> {
+            let name = device.worker();
+            let at = lost.iter().position(|lost| name.as_deref() == Some(lost.as_str()));
+            let other = at.map(|at| RemoteDevice::of(&others[at], None).map_err(lease_error)).transpose()?;
+            Ok(other.map_or_else(|| device.clone(), Device::Remote))
+        };
+        let devices = self.devices.iter().map(replace).collect::<Result<Vec<_>>>()?;
+        let layouts = layouts(&self.checkpoint, &self.specs, self.options, &devices)?;
+        // What those that are left hold is theirs already.
+        let is_new = |pool: &Pool| others.iter().any(|other| pool.worker.as_deref() == Some(other.name()));
+        let pools: Vec<Pool> = memory::pools(&devices).into_iter().filter(is_new).collect();
+        if let Some(pool) = memory::shortage(&pools, &needs(&layouts)) {
+            return Err(errors::device(format!("{} has not enough memory for the lost layers", pool.device)));
+        }
+        Ok((devices, layouts))
+    }
+
+    /// What the stages hold where the layers are divided so over the same devices. Of this machine's memory `held` bytes are
+    /// the pipeline's already.
+    ///
+    /// # Errors
+    /// When that is no division of the layers over as many devices, or one has not the memory.
+    pub fn divided(&self, counts: &[usize], held: u64) -> Result<Vec<StageLayout>> {
+        let split = pp_engine::split::join(counts);
+        let (stages, layers) = (self.devices.len(), self.checkpoint.config.layers);
+        if counts.len() != stages {
+            return Err(errors::usage(format!("split {split}: {stages} stages run, give as many numbers")));
+        }
+        let sum = counts.iter().fold(0usize, |sum, count| sum.saturating_add(*count));
+        if counts.contains(&0) || sum != layers {
+            return Err(errors::usage(format!(
+                "split {split}: the model has {layers} layers, at least one for each stage"
+            )));
+        }
+        let layouts = layouts(&self.checkpoint, &StageSpec::pipeline(counts), self.options, &self.devices)?;
+        let (pools, needs) = (memory::with_held(memory::pools(&self.devices), held), needs(&layouts));
+        match memory::shortage(&pools, &needs) {
+            None => Ok(layouts),
+            Some(pool) => {
+                let device = &pool.device;
+                Err(errors::device(format!("split {split}: {device} has not enough memory for its layers")))
+            }
         }
     }
 }

@@ -6,11 +6,14 @@
 //! member is taken: that is at most twice what the better choice would have cost, whichever it was. Where there is no
 //! other, the lost ones have `--recover-wait`; then those that are left divide the layers, if their memories allow.
 
+mod watch;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use pp_engine::cluster::remote::Worker;
 use pp_engine::head::{Event, Head, HeadError, HeadOptions};
 use pp_engine::layout::StageSpec;
 use pp_engine::pipeline::shelf::Shelf;
@@ -27,6 +30,7 @@ use crate::output::Out;
 use crate::output::progress::Steps;
 use crate::plan::Plan;
 use crate::{cancel, errors};
+use watch::{Orders, Others, Prepared, Watch};
 
 /// Between two looks for a worker.
 const AGAIN: Duration = Duration::from_millis(100);
@@ -62,6 +66,10 @@ pub struct Recovery {
     bad: Vec<Name>,
     /// Members that the latest plan has in the places of others.
     taken: Vec<Name>,
+    /// Workers that stay, though they are drained: nobody can take their stages.
+    stay: Vec<Name>,
+    /// Looks after the workers as long as the pipeline runs.
+    watch: Option<Watch>,
     happened: Vec<Recovered>,
     /// Whether the latest pipeline computes to the bit what the one before did.
     is_same: bool,
@@ -112,8 +120,9 @@ impl Recovery {
         let seconds = |report: &pp_engine::pipeline::StageReport| report.load_seconds;
         let load_seconds = pipeline.reports().iter().map(seconds).fold(0.0, f64::max);
         let options = HeadOptions { recovers, ..options };
+        let held = held(&pipeline);
         let head = Head::new(pipeline, tokenizer, options);
-        let recovery = Recovery {
+        let mut recovery = Recovery {
             plan,
             wish,
             recovers,
@@ -125,11 +134,26 @@ impl Recovery {
             drawn: 0,
             bad: Vec::new(),
             taken: Vec::new(),
+            stay: Vec::new(),
+            watch: None,
             happened: Vec::new(),
             is_same: true,
             out: *out,
         };
+        recovery.look_after(held);
         Ok((recovery, head, started.elapsed().as_secs_f64()))
+    }
+
+    /// Begins to look after the workers of the pipeline that runs now, which holds so many bytes of this machine.
+    fn look_after(&mut self, held: u64) {
+        if !self.recovers || self.plan.cluster.is_none() {
+            return;
+        }
+        let (bad, spares, stay) = (self.bad.clone(), self.wish.spares, self.stay.clone());
+        match crate::cluster::model::of(&self.plan.checkpoint, &self.out) {
+            Ok(model) => self.watch = Watch::start(&self.plan, Orders { model, bad, spares, held, stay }, self.out),
+            Err(error) => self.out.note(&format!("{error:#}: a worker that is drained keeps its stages")),
+        }
     }
 
     /// What has happened so far.
@@ -153,12 +177,12 @@ impl Recovery {
     /// # Errors
     /// What failed, and why nothing takes its place.
     pub fn recover(&mut self, head: &mut Head, error: HeadError, say: &mut dyn FnMut(Event)) -> Result<()> {
-        let is_hopeless = self.tries == TRIES && self.drawn == head.drawn();
+        let is_hopeless = self.tries == TRIES && self.drawn == head.drawn() && !error.is_wanted();
         if !self.is_for(&error) || is_hopeless {
             head.fail(say);
             return Err(error.into());
         }
-        self.tries = if self.drawn == head.drawn() { self.tries + 1 } else { 1 };
+        self.tries = if self.drawn == head.drawn() { self.tries + usize::from(!error.is_wanted()) } else { 1 };
         self.drawn = head.drawn();
         // An answer may stand there in the middle of its line.
         self.out.note(&format!("\n{error}; looking for another pipeline"));
@@ -221,14 +245,30 @@ impl Recovery {
         if let HeadError::Pipeline(error @ (PipelineError::Wedged { .. } | PipelineError::Silent { .. })) = error {
             self.distrust(error);
         }
+        let Prepared { mut others, wish } = self.watch.take().map(Watch::end).unwrap_or_default();
         let before = kinds(&self.plan);
+        let divided_before = self.plan.counts.clone();
+        let mut wish = wish.filter(|_| error.is_wanted());
+        let mut text = None;
+        if let Some(wished) = &wish {
+            past.settle();
+            match self.plan.divide(&wished.split, self.shelf.allocated_bytes()) {
+                Ok(()) => text = Some(format!("split {}", pp_engine::split::join(&wished.split))),
+                Err(error) => wish.take().into_iter().for_each(|wish| wish.came(Err(format!("{error:#}")))),
+            }
+        }
         let mut last = None;
         for tried in 0..TRIES {
-            let text = self.find(past)?;
+            let text = match text.take() {
+                Some(text) => text,
+                None => self.find(past, others.take())?,
+            };
             let keep = Keep { shelf: Some(&self.shelf), past: Some(past), boundary_log: self.boundary_log };
             match command::open_pipeline(&self.plan, keep, &self.out) {
                 Ok(pipeline) => {
                     self.taken.clear();
+                    self.look_after(held(&pipeline));
+                    wish.take().into_iter().for_each(|wish| wish.came(Ok(text.clone())));
                     self.is_same = kinds(&self.plan) == before;
                     let other =
                         "; some layers are on another kind of device now, what follows may differ within rounding";
@@ -237,6 +277,12 @@ impl Recovery {
                 }
                 Err(error) if cancel::flag().load(Ordering::Relaxed) => return Err(error),
                 Err(error) => {
+                    if let Some(wish) = wish.take() {
+                        wish.came(Err(format!("{error:#}")));
+                        if let Err(error) = self.plan.divide(&divided_before, u64::MAX) {
+                            self.out.note(&format!("{error:#}"));
+                        }
+                    }
                     self.out.note(&format!("{error:#}; trying again"));
                     // Those that were taken for it are not good for it, whatever the reason.
                     self.bad.append(&mut self.taken);
@@ -270,16 +316,23 @@ impl Recovery {
         }
     }
 
-    /// Makes a plan whose workers are all there; says what it is.
-    fn find(&mut self, past: &Past) -> Result<String> {
+    /// Makes a plan whose workers are all there; says what it is. Some members may have loaded the layers of others.
+    fn find(&mut self, past: &Past, prepared: Option<Others>) -> Result<String> {
         let Some(cluster) = &mut self.plan.cluster else { return Ok("on the same devices".to_owned()) };
-        let (mut lost, leaving) = (cluster.lost(), cluster.leaving());
+        let (mut lost, mut leaving) = (cluster.lost(), cluster.leaving());
+        leaving.retain(|name| !self.stay.contains(name));
         let bad: Vec<Name> = cluster.names().iter().filter(|name| self.bad.contains(name)).cloned().collect();
         let is_bad = !bad.is_empty();
         lost.extend(bad.into_iter().filter(|name| !lost.contains(name)).collect::<Vec<_>>());
         if lost.is_empty() {
-            return Ok(if leaving.is_empty() { "on the same workers".into() } else { self.move_away(&leaving) });
+            return Ok(if leaving.is_empty() {
+                "on the same workers".into()
+            } else {
+                self.move_away(&leaving, prepared)
+            });
         }
+        // They may be taken for what was lost.
+        drop(prepared);
         let started = Instant::now();
         let mut others_at = self.wish.wait.min(Duration::from_secs_f64(self.load_seconds));
         let why = loop {
@@ -304,7 +357,8 @@ impl Recovery {
             }
             std::thread::sleep(AGAIN);
         };
-        match self.without(&lost, Some(past)) {
+        past.settle();
+        match self.without(&lost) {
             Ok(text) => Ok(text),
             Err(error) => {
                 // Who else is there?
@@ -332,8 +386,13 @@ impl Recovery {
         if others.len() < lost.len() {
             return None;
         }
+        self.by_these(lost, &others)
+    }
+
+    /// These, which are ours, in the places of some.
+    fn by_these(&mut self, lost: &[Name], others: &[Arc<Worker>]) -> Option<String> {
         let names: Vec<Name> = others.iter().filter_map(|worker| worker.name().parse().ok()).collect();
-        match self.plan.with_others(lost, &others) {
+        match self.plan.with_others(lost, others) {
             Ok(()) => {
                 self.taken = names.clone();
                 Some(format!("{} in the place of {}", list(&names), list(lost)))
@@ -348,28 +407,36 @@ impl Recovery {
     }
 
     /// Makes a plan without workers that are being drained; where nobody else can do it they stay.
-    fn move_away(&mut self, leaving: &[Name]) -> String {
+    fn move_away(&mut self, leaving: &[Name], prepared: Option<Others>) -> String {
+        let are_there = |others: &[Arc<Worker>]| others.iter().all(|worker| !worker.is_gone());
+        if let Some(prepared) = prepared.filter(|prepared| prepared.of == leaving && are_there(&prepared.workers)) {
+            self.plan.cluster.iter_mut().for_each(|cluster| cluster.adopt(&prepared.workers));
+            if let Some(text) = self.by_these(leaving, &prepared.workers) {
+                return text;
+            }
+        }
         if let Some(text) = self.by_others(leaving) {
             return text;
         }
-        self.without(leaving, None).unwrap_or_else(|error| {
+        self.without(leaving).unwrap_or_else(|error| {
             let names = list(leaving);
+            self.stay.extend_from_slice(leaving);
             format!("{names} stays until what runs is done, as those that are left cannot do it: {error:#}")
         })
     }
 
-    /// Divides the layers over the devices of all others; with `past` what this machine's stages of that pipeline hold may
-    /// go for it.
-    fn without(&mut self, workers: &[Name], past: Option<&Past>) -> Result<String> {
+    /// Divides the layers over the devices of all others.
+    fn without(&mut self, workers: &[Name]) -> Result<String> {
         let left: Vec<Device> = self.plan.devices.iter().filter(|device| !is_of(device, workers)).cloned().collect();
-        self.plan.over(left.clone()).or_else(|error| {
-            let past = past.ok_or(error)?;
-            past.settle();
-            self.shelf.clear();
-            self.plan.over(left)
-        })?;
+        self.plan.over(left, self.shelf.allocated_bytes())?;
         Ok(format!("without {}, split {}", list(workers), pp_engine::split::join(&self.plan.counts)))
     }
+}
+
+/// Bytes of this machine that a pipeline holds.
+fn held(pipeline: &Pipeline) -> u64 {
+    let here = pipeline.reports().iter().filter(|report| report.worker.is_none());
+    here.map(|report| report.allocated_bytes).sum()
 }
 
 /// What computes each layer.

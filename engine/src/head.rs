@@ -56,6 +56,11 @@ impl HeadError {
         matches!(self, HeadError::Pipeline(error) if error.is_cancelled())
     }
 
+    /// Whether nothing has failed: somebody wants another pipeline.
+    pub fn is_wanted(&self) -> bool {
+        matches!(self, HeadError::Pipeline(error) if error.is_wanted())
+    }
+
     /// Whether another pipeline may do better with the same.
     pub fn may_be_recovered(&self) -> bool {
         matches!(self, HeadError::Pipeline(error) if error.may_be_recovered())
@@ -179,8 +184,6 @@ pub struct Head {
     lost_at: Option<Nanos>,
     /// Tokens drawn so far.
     drawn: u64,
-    /// Nobody else can take the stages of a worker that is being drained: they stay where they are.
-    stays: bool,
     crossings: probe::Crossings,
 }
 
@@ -204,7 +207,6 @@ impl Head {
             down: None,
             lost_at: None,
             drawn: 0,
-            stays: false,
             crossings: probe::Crossings::default(),
         }
     }
@@ -344,10 +346,9 @@ impl Head {
         say: &mut dyn FnMut(Event),
     ) -> Result<Turn, HeadError> {
         if self.options.recovers
-            && !self.stays
-            && let Some(stage) = self.pipeline.leaving()
+            && let Some(why) = self.pipeline.going()
         {
-            return Err(PipelineError::Leaving { stage: stage.clone() }.into());
+            return Err(why.into());
         }
         let begun = self.recorder.now();
         // What the caller did in between: with requests running it kept the pipe waiting.

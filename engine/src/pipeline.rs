@@ -26,7 +26,7 @@ use thiserror::Error;
 
 use crate::backend::DeviceError;
 use crate::checkpoint::supplied::Origins;
-use crate::cluster::remote::Worker;
+use crate::cluster::remote::{Going, Worker};
 use crate::digest::Digest;
 use crate::edge::EdgeError;
 use crate::law::Share;
@@ -110,6 +110,8 @@ pub enum PipelineError {
     Silent { stage: StageName, seconds: u64 },
     #[error("{stage} is to go elsewhere: its worker is being drained")]
     Leaving { stage: StageName },
+    #[error("the layers are to be divided as {}", crate::split::join(split))]
+    Rebalance { split: Vec<usize> },
     #[error("the system starts no thread: {0}")]
     NoThread(std::io::Error),
     #[error("workers without a copy of the model get no weights: {0}")]
@@ -122,6 +124,11 @@ impl PipelineError {
     /// The user wanted it to end.
     pub fn is_cancelled(&self) -> bool {
         matches!(self, PipelineError::Cancelled)
+    }
+
+    /// Whether nothing has failed: somebody wants it to be another one.
+    pub fn is_wanted(&self) -> bool {
+        matches!(self, PipelineError::Leaving { .. } | PipelineError::Rebalance { .. })
     }
 
     /// Whether another pipeline may do better with the same: not where a stage was sent, or found, what makes no sense.
@@ -515,11 +522,15 @@ impl Pipeline {
         &self.stages[computing.unwrap_or_else(behind)]
     }
 
-    /// The first stage on a worker that is being drained.
-    pub fn leaving(&self) -> Option<&StageName> {
-        let leaves =
-            |name: &str| self.running.workers.iter().any(|worker| worker.name() == name && worker.is_draining());
-        self.stages.iter().find(|stage| stage.worker.as_deref().is_some_and(leaves))
+    /// Why it is to be another one, though nothing has failed: as [`Worker::go`] was told; once.
+    pub fn going(&self) -> Option<PipelineError> {
+        self.running.workers.iter().find_map(|worker| match worker.going()? {
+            Going::Split(split) => Some(PipelineError::Rebalance { split }),
+            Going::Away => {
+                let stage = self.stages.iter().find(|stage| stage.worker.as_deref() == Some(worker.name()))?;
+                Some(PipelineError::Leaving { stage: stage.clone() })
+            }
+        })
     }
 
     /// Looks whether a stage has failed while nothing was asked of it.

@@ -49,6 +49,7 @@ Examples:
   pp-run cluster add rig2 192.0.2.12:7711 --code CODE   as a new worker prints it
   pp-run cluster status
   pp-run cluster drain rig2                             it takes nothing new
+  pp-run cluster rebalance --split 12,18                other layers for the stages that run
   pp-run cluster remove rig2                            its certificate is void")]
 pub struct ClusterArgs {
     #[command(subcommand)]
@@ -68,6 +69,8 @@ pub enum ClusterVerb {
     Remove(RemoveArgs),
     /// Let a worker end what it runs and take nothing new
     Drain(DrainArgs),
+    /// Divide the layers of a pipeline that runs otherwise; answers go on
+    Rebalance(RebalanceArgs),
 }
 
 /// `cluster init`
@@ -139,6 +142,26 @@ pub struct DrainArgs {
     /// Let it take work again
     #[arg(long)]
     pub undo: bool,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `cluster rebalance`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  pp-run cluster rebalance --split 12,18            of the one pipeline that runs
+  pp-run cluster rebalance --split 12,18 rig2       of the one that has a stage on rig2
+
+Each stage keeps the layers that it has; those that move are loaded where they go, and their keys and values computed
+again from the tokens. Answers pause meanwhile. It ends when the pipeline runs again, or says why it does not.")]
+pub struct RebalanceArgs {
+    /// Layers of each stage, as many numbers as stages run
+    #[arg(long, value_name = "A,B,…", value_delimiter = ',', required = true)]
+    pub split: Vec<u32>,
+    /// A worker of the pipeline, where several run
+    #[arg(value_name = "NAME")]
+    pub name: Option<String>,
     #[command(flatten)]
     pub output: OutputArgs,
 }

@@ -28,11 +28,32 @@ const AGAIN: Duration = Duration::from_millis(200);
 
 /// Workers that are connected.
 pub struct Cluster {
-    here: Here,
-    node: Arc<Node>,
+    reach: Arc<Reach>,
     /// Those that it was gathered for, and those that took the places of some.
     names: Vec<Name>,
     workers: Vec<Arc<Worker>>,
+}
+
+/// What it takes to get hold of more.
+pub struct Reach {
+    here: Here,
+    node: Arc<Node>,
+}
+
+impl Reach {
+    fn lease(&self, name: &Name) -> Result<Arc<Worker>> {
+        let member = self.here.worker(name)?;
+        let greeting = self.here.greeting();
+        let worker = Worker::connect(&self.node, member, &greeting, Purpose::Lease, REDIAL).map_err(lease_error)?;
+        self.here.freshen(&worker)?;
+        Ok(Arc::new(worker))
+    }
+
+    /// So many workers of the cluster that nobody has, but these; or as many as there are.
+    pub fn idle(&self, count: usize, but: &[Name]) -> Vec<Arc<Worker>> {
+        let names = self.here.workers().map(|member| &member.name).filter(|name| !but.contains(name));
+        names.filter_map(|name| self.lease(name).ok()).take(count).collect()
+    }
 }
 
 impl Cluster {
@@ -69,7 +90,7 @@ impl Cluster {
                 ));
             }
         }
-        Ok(Cluster { here, node, names, workers })
+        Ok(Cluster { reach: Arc::new(Reach { here, node }), names, workers })
     }
 
     /// Those that are wanted and have gone.
@@ -98,7 +119,7 @@ impl Cluster {
     /// # Errors
     /// Why the first of them is not to be had now, or that one has come back without a device.
     pub fn regain(&mut self, names: &[Name], devices: &[Device]) -> Result<Vec<Device>> {
-        let found = names.iter().map(|name| self.lease(name)).collect::<Result<Vec<_>>>()?;
+        let found = names.iter().map(|name| self.reach.lease(name)).collect::<Result<Vec<_>>>()?;
         let workers: Vec<Arc<Worker>> = self.workers.iter().chain(&found).cloned().collect();
         let devices = renewed(devices, &workers)?;
         self.workers = workers;
@@ -108,15 +129,28 @@ impl Cluster {
     /// So many other workers of the cluster that nobody has, but these; they are ours from then on. Or as many as there
     /// are, which are not.
     pub fn others(&mut self, count: usize, but: &[Name]) -> Vec<Arc<Worker>> {
-        let others: Vec<Name> = self.here.workers().map(|member| member.name.clone()).collect();
-        let others: Vec<Name> =
-            others.into_iter().filter(|name| !self.names.contains(name) && !but.contains(name)).collect();
-        let found: Vec<_> = others.iter().filter_map(|name| self.lease(name).ok()).take(count).collect();
+        let but: Vec<Name> = self.names.iter().chain(but).cloned().collect();
+        let found = self.reach.idle(count, &but);
         if found.len() == count {
-            self.names.extend(found.iter().filter_map(|worker| worker.name().parse().ok()));
-            self.workers.extend(found.iter().cloned());
+            self.adopt(&found);
         }
         found
+    }
+
+    /// These are ours from now on.
+    pub fn adopt(&mut self, workers: &[Arc<Worker>]) {
+        self.names.extend(workers.iter().filter_map(|worker| worker.name().parse().ok()));
+        self.workers.extend(workers.iter().cloned());
+    }
+
+    /// Those that are connected.
+    pub fn workers(&self) -> &[Arc<Worker>] {
+        &self.workers
+    }
+
+    /// What it takes to get hold of more.
+    pub fn reach(&self) -> &Arc<Reach> {
+        &self.reach
     }
 
     /// These are not waited for any more.
@@ -129,14 +163,6 @@ impl Cluster {
     pub fn keep_only(&mut self, used: &[String]) {
         self.names.retain(|name| used.iter().any(|used| used == name.as_str()));
         self.workers.retain(|worker| used.iter().any(|used| used == worker.name()));
-    }
-
-    fn lease(&self, name: &Name) -> Result<Arc<Worker>> {
-        let member = self.here.worker(name)?;
-        let greeting = self.here.greeting();
-        let worker = Worker::connect(&self.node, member, &greeting, Purpose::Lease, REDIAL).map_err(lease_error)?;
-        self.here.freshen(&worker)?;
-        Ok(Arc::new(worker))
     }
 
     /// The device of a place that is a worker's.

@@ -1,5 +1,7 @@
-//! What the head does with its cluster: begins it, adds workers, removes and drains them. [`status`] shows it.
+//! What the head does with its cluster: begins it, adds workers, removes and drains them. [`status`] shows it, [`rebalance`] has
+//! layers divided otherwise.
 
+mod rebalance;
 mod status;
 
 use std::process::ExitCode;
@@ -37,6 +39,7 @@ pub fn run(args: &ClusterArgs) -> Result<ExitCode> {
         ClusterVerb::Status(args) => status::run(args),
         ClusterVerb::Remove(args) => remove(args),
         ClusterVerb::Drain(args) => drain(args),
+        ClusterVerb::Rebalance(args) => rebalance::run(args),
     }
 }
 

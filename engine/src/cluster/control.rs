@@ -214,7 +214,16 @@ pub enum ToWorker {
     Calibrate(String, Box<Shape>),
     /// What is the model made of that is called so there? Its files may be asked for then, on a link of this session.
     Whole(u64, String),
+    /// Whoever has the worker is to divide the layers so.
+    Rebalance(Vec<u32>),
+    /// What has come of the wish of that number?
+    Rebalanced(u64),
+    /// What has come of a wish, from whoever has the worker.
+    Outcome(u64, Result<String, String>),
 }
+
+/// Stages of a wish ([`ToWorker::Rebalance`]).
+pub const WISH_STAGES_MAX: usize = 1024;
 
 /// What a stage has done, in short.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -278,6 +287,10 @@ pub enum ToHead {
     Calibrated(Result<Box<Calibration>, String>),
     /// A model's files; nothing where there is no model of that name.
     Whole(Result<Option<Box<Inventory>>, String>),
+    /// The answer to a wish, its number; and the wish, to whoever has the worker.
+    Rebalance(u64, Vec<u32>),
+    /// What has come of a wish; nothing as long as that is not known.
+    Rebalanced(Option<Result<String, String>>),
 }
 
 /// Why a message is refused.

@@ -92,6 +92,15 @@ pub(crate) struct Listener {
     pub(crate) contract: Contract,
 }
 
+/// Why a pipeline is to be another one, though nothing has failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Going {
+    /// The worker is to be rid of its stages.
+    Away,
+    /// The layers are to be divided otherwise.
+    Split(Vec<usize>),
+}
+
 /// A worker that is connected. Dropping it gives it back.
 pub struct Worker {
     name: String,
@@ -107,6 +116,7 @@ pub struct Worker {
 /// What the reader of the control link shares.
 struct Shared {
     name: String,
+    is_lease: bool,
     listener: Mutex<Option<Listener>>,
     /// The latest answer to something that has one.
     answer: Mutex<Option<ToHead>>,
@@ -116,6 +126,10 @@ struct Shared {
     gone: Mutex<Option<WorkerError>>,
     /// It wants to be rid of its stages.
     draining: AtomicBool,
+    /// Somebody wants the layers to be divided so: the number of the wish, and the split.
+    wish: Mutex<Option<(u64, Vec<u32>)>>,
+    /// Why the pipeline is to be another one, once that is prepared.
+    going: Mutex<Option<Going>>,
     stop: AtomicBool,
     origin: Instant,
 }
@@ -173,12 +187,15 @@ impl Worker {
         Build::this().warn_if_different(&welcome.build, &format!("worker {name}"));
         let shared = Arc::new(Shared {
             name: name.clone(),
+            is_lease: purpose == Purpose::Lease,
             listener: Mutex::default(),
             answer: Mutex::default(),
             answered: Condvar::new(),
             alignment: Mutex::default(),
             gone: Mutex::default(),
             draining: AtomicBool::new(false),
+            wish: Mutex::default(),
+            going: Mutex::default(),
             stop: AtomicBool::new(false),
             origin: Instant::now(),
         });
@@ -398,6 +415,49 @@ impl Worker {
         self.shared.draining.load(Ordering::Relaxed)
     }
 
+    /// The split that somebody has asked the worker for, and the number of that wish; once.
+    pub fn wish(&self) -> Option<(u64, Vec<u32>)> {
+        locked(&self.shared.wish).take()
+    }
+
+    /// Tells what has come of a wish, for whoever has uttered it.
+    pub fn came(&self, number: u64, outcome: Result<String, String>) {
+        self.say(&ToWorker::Outcome(number, outcome));
+    }
+
+    /// The pipeline that it is in is to be another one: its head ends it with the next turn.
+    pub fn go(&self, why: Going) {
+        *locked(&self.shared.going) = Some(why);
+    }
+
+    /// What [`Worker::go`] was told last; once.
+    pub(crate) fn going(&self) -> Option<Going> {
+        locked(&self.shared.going).take()
+    }
+
+    /// Asks whoever has the worker to divide the layers so; returns the number of the wish.
+    ///
+    /// # Errors
+    /// [`LeaseError::Refused`] where nobody has it, and when it does not answer.
+    pub fn rebalance(&self, split: &[u32]) -> Result<u64, LeaseError> {
+        match self.ask(&ToWorker::Rebalance(split.to_vec()))? {
+            ToHead::Rebalance(number, _) => Ok(number),
+            ToHead::Done(Err(reason)) => Err(LeaseError::Refused { worker: self.name.clone(), reason }),
+            _ => Err(self.other_answer()),
+        }
+    }
+
+    /// What has come of a wish; nothing as long as that is not known.
+    ///
+    /// # Errors
+    /// When the worker does not answer.
+    pub fn rebalanced(&self, number: u64) -> Result<Option<Result<String, String>>, LeaseError> {
+        match self.ask(&ToWorker::Rebalanced(number))? {
+            ToHead::Rebalanced(outcome) => Ok(outcome),
+            _ => Err(self.other_answer()),
+        }
+    }
+
     /// Whether it has gone.
     pub fn is_gone(&self) -> bool {
         locked(&self.shared.gone).is_some()
@@ -472,7 +532,15 @@ impl Shared {
             ToHead::Pong(sent, there) => return locked(&self.alignment).add(sent, there, back),
             ToHead::Draining => return self.draining.store(true, Ordering::Relaxed),
             ToHead::Welcome(_) | ToHead::Busy(_) => return,
-            ToHead::Done(_) | ToHead::Echo(_) | ToHead::Health(_) | ToHead::Calibrated(_) | ToHead::Whole(_) => {
+            // The answer to whoever asks for it, and the wish to whoever has the worker.
+            ToHead::Rebalance(number, split) if self.is_lease => return *locked(&self.wish) = Some((number, split)),
+            ToHead::Done(_)
+            | ToHead::Echo(_)
+            | ToHead::Health(_)
+            | ToHead::Calibrated(_)
+            | ToHead::Whole(_)
+            | ToHead::Rebalance(..)
+            | ToHead::Rebalanced(_) => {
                 *locked(&self.answer) = Some(message);
                 return self.answered.notify_all();
             }

@@ -51,8 +51,10 @@ pub(super) struct Session {
     running: Option<Running>,
     lending: Option<Lending>,
     measuring: Option<Serving>,
-    /// The head has heard that the worker drains.
+    /// The head has heard that the worker drains, …
     told_draining: bool,
+    /// … and the wish of this number.
+    told_wish: u64,
     /// Stages that wait for another pipeline.
     shelf: Arc<Shelf>,
     giving: Option<Giving>,
@@ -118,6 +120,7 @@ impl Session {
             lending: None,
             measuring: None,
             told_draining: false,
+            told_wish: 0,
             shelf: Arc::default(),
             giving: None,
             ended: Arc::default(),
@@ -221,7 +224,13 @@ impl Session {
                 self.end_stages();
                 self.say(&ToHead::Done(Ok(())));
             }
-            ToWorker::Release => {}
+            ToWorker::Rebalance(split) => self.say(&match self.server.wish(split.clone()) {
+                Ok(number) => ToHead::Rebalance(number, split),
+                Err(reason) => ToHead::Done(Err(reason)),
+            }),
+            ToWorker::Rebalanced(number) => self.say(&ToHead::Rebalanced(self.server.outcome(number))),
+            ToWorker::Outcome(number, outcome) if self.is_lease => self.server.came(number, outcome),
+            ToWorker::Release | ToWorker::Outcome(..) => {}
             ToWorker::Calibrate(device, shape) => self.calibrate(device, *shape),
             ToWorker::Whole(session, name) => {
                 self.giving = None;
@@ -296,6 +305,10 @@ impl Session {
             if self.told_draining {
                 self.say(&ToHead::Draining);
             }
+        }
+        if let Some((number, split)) = self.server.wished().filter(|(number, _)| *number > self.told_wish) {
+            self.told_wish = number;
+            self.say(&ToHead::Rebalance(number, split));
         }
         let ahead = running.recorder.ahead_of(self.origin);
         for task in &running.plan.tasks {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use pp_transport::quic::{Joined, Node};
 
-use super::control::{self, DeviceInfo, Greeting, Holder, Purpose, ToHead, ToWorker, Welcome};
+use super::control::{self, DeviceInfo, Greeting, Holder, Purpose, ToHead, ToWorker, WISH_STAGES_MAX, Welcome};
 use super::health;
 use super::session::Session;
 use super::whole::Whole;
@@ -68,6 +68,8 @@ pub struct Server {
     started: Instant,
     holder: Mutex<Option<Holder>>,
     draining: AtomicBool,
+    /// The latest wish for another split.
+    wish: Mutex<Option<Wish>>,
     pub(super) stop: AtomicBool,
     /// Devices are measured one after the other.
     measuring: Mutex<()>,
@@ -91,6 +93,7 @@ impl Server {
             started: Instant::now(),
             holder: Mutex::default(),
             draining: AtomicBool::new(false),
+            wish: Mutex::default(),
             stop: AtomicBool::new(false),
             measuring: Mutex::default(),
         })
@@ -230,6 +233,45 @@ impl Server {
         self.draining.store(draining, Ordering::Relaxed);
     }
 
+    /// Takes a wish for whoever has the worker; returns its number.
+    pub(super) fn wish(&self, split: Vec<u32>) -> Result<u64, String> {
+        if split.is_empty() || split.len() > WISH_STAGES_MAX {
+            return Err(format!("{} stages are wished for; 1 to {WISH_STAGES_MAX} are taken", split.len()));
+        }
+        let holder = locked(&self.holder);
+        if holder.as_ref().is_none_or(|holder| holder.stages.is_empty()) {
+            return Err("it runs nothing whose layers could be divided anew".to_owned());
+        }
+        let mut wish = locked(&self.wish);
+        if wish.as_ref().is_some_and(|wish| wish.outcome.is_none()) {
+            return Err("its layers are being divided anew already".to_owned());
+        }
+        let number = wish.as_ref().map_or(1, |wish| wish.number + 1);
+        *wish = Some(Wish { number, split, outcome: None });
+        Ok(number)
+    }
+
+    /// The latest wish, if nothing has come of it so far.
+    pub(super) fn wished(&self) -> Option<(u64, Vec<u32>)> {
+        let wish = locked(&self.wish);
+        wish.as_ref().filter(|wish| wish.outcome.is_none()).map(|wish| (wish.number, wish.split.clone()))
+    }
+
+    /// What has come of a wish.
+    pub(super) fn outcome(&self, number: u64) -> Option<Result<String, String>> {
+        let wish = locked(&self.wish);
+        match wish.as_ref().filter(|wish| wish.number == number) {
+            Some(wish) => wish.outcome.clone(),
+            None => Some(Err("there is no such wish".to_owned())),
+        }
+    }
+
+    pub(super) fn came(&self, number: u64, outcome: Result<String, String>) {
+        if let Some(wish) = locked(&self.wish).as_mut().filter(|wish| wish.number == number) {
+            wish.outcome.get_or_insert(outcome);
+        }
+    }
+
     /// Speaks for a while with a head that has no lease, or has one.
     pub(super) fn take_members(&self, signed: Vec<u8>) -> Result<(), String> {
         let who = self.node.who();
@@ -258,7 +300,17 @@ struct Lease(Arc<Server>);
 impl Drop for Lease {
     fn drop(&mut self) {
         *locked(&self.0.holder) = None;
+        if let Some((number, _)) = self.0.wished() {
+            self.0.came(number, Err("whoever had the worker has gone".to_owned()));
+        }
     }
+}
+
+/// Another split, as somebody wishes it.
+struct Wish {
+    number: u64,
+    split: Vec<u32>,
+    outcome: Option<Result<String, String>>,
 }
 
 fn info(device: &Device) -> DeviceInfo {

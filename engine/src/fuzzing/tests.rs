@@ -49,6 +49,9 @@ fn the_corpus_of_control_is_borne() {
         ToWorker::Manifest { manifest: vec![1; 20], takers: vec![fellow.clone()] },
         ToWorker::Fetch(vec![Source { fellow, holds: vec![0xff, 1] }]),
         ToWorker::Whole(1 << 40, "big.gguf".to_owned()),
+        ToWorker::Rebalance(vec![12, 18]),
+        ToWorker::Rebalanced(3),
+        ToWorker::Outcome(3, Err("it has not the memory".to_owned())),
     ];
     let item = Item { name: "big.gguf".to_owned(), bytes: 1 << 40, digest: Digest([7; 32]) };
     let commit = Some("0123abcd".to_owned());
@@ -72,6 +75,8 @@ fn the_corpus_of_control_is_borne() {
         ),
         ToHead::Whole(Ok(Some(Box::new(whole)))),
         ToHead::Whole(Err("it leads elsewhere".to_owned())),
+        ToHead::Rebalance(3, vec![12, 18]),
+        ToHead::Rebalanced(Some(Ok("split 12,18".to_owned()))),
     ];
     let mut seeds: Vec<Vec<u8>> = to_worker.iter().map(|message| said(control::encode(message))).collect();
     seeds.extend(to_head.iter().map(|message| said(control::encode(message))));

@@ -62,7 +62,6 @@ impl Head {
             self.scheduler.forget_costs();
         }
         let rebuild = self.scheduler.recover(limits, pipeline.shares().to_vec(), &kept);
-        self.stays = pipeline.leaving().is_some();
         self.pipeline = pipeline;
         self.down = None;
         for request in self.scheduler.too_long() {

@@ -1,6 +1,6 @@
 //! How a pipeline comes to run: layouts, then loading on all stages at once, then the hops and their proof.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -24,6 +24,7 @@ use crate::contract::{Contract, ModelFacts};
 use crate::edge;
 use crate::law::shares;
 use crate::layout::{StageLayout, StageOptions, StageSpec};
+use crate::message::MessageLimits;
 use crate::stage::message_limits;
 use crate::trace::Recorder;
 use crate::weights::{LoadError, LoadProgress};
@@ -62,27 +63,9 @@ impl Pipeline {
         progress: OnProgress<'_>,
         cancel: &AtomicBool,
     ) -> Result<Pipeline, PipelineError> {
-        assert_eq!(specs.len(), devices.len(), "a device for every stage");
         between.past.iter().for_each(|past| past.settle());
-        let stages: Vec<StageName> = specs.iter().zip(devices).map(|(spec, device)| name(spec, device)).collect();
-        if let Err(error) = StageSpec::check_cover(specs, checkpoint.config.layers) {
-            return Err(PipelineError::Layout { stage: stages[0].clone(), error: Box::new(error) });
-        }
-        let mut layouts = Vec::new();
-        for ((spec, device), stage) in specs.iter().zip(devices).zip(&stages) {
-            let layout = StageLayout::new(checkpoint, spec.clone(), options, device.profile(), device.limits());
-            layouts
-                .push(layout.map_err(|error| PipelineError::Layout { stage: stage.clone(), error: Box::new(error) })?);
-        }
-        let limits = message_limits(layouts.last().expect("a pipeline has stages"));
-        let in_flight_max = IN_FLIGHT_PER_STAGE * specs.len() + 1 + remote_hops(devices);
-        let links = Links {
-            session: draw(),
-            // The tail answers every frame; its link holds all that may be in flight, and one answer that was on its
-            // way when the head gave up what was in flight before: nobody waits for the head.
-            frames: between.link_frames.unwrap_or(in_flight_max + 1),
-            payload_bytes: limits.payload_bytes_max().max(edge::BLOCK_BYTES),
-        };
+        let Draft { stages, layouts, limits, in_flight_max, links } =
+            Draft::new(checkpoint, specs, options, between, devices)?;
         let (tell, events) = bounded(EVENTS_PER_STAGE * specs.len());
         let uses: Vec<_> = devices.iter().map(Device::uses).collect();
         let shares = shares(uses.iter().map(Vec::as_slice));
@@ -93,29 +76,10 @@ impl Pipeline {
         };
         recorder.shared(&shares);
         let epoch = Arc::new(AtomicU64::new(epoch));
-        let after = between.past.as_ref().map(|past| past.epoch);
         let digest = between.model.as_ref().map(|model| model.digest);
-        let mut opening = Opening {
-            counters: stages.iter().map(|_| Arc::default()).collect(),
-            running: Running {
-                stop: Arc::default(),
-                threads: Vec::new(),
-                sources: Vec::new(),
-                workers: workers(devices),
-                home: Home { shelf: between.shelf.clone(), boundary_log: between.boundary_log, closed: Arc::default() },
-                // What is loaded already is not loaded again by the next attempt.
-                keeps: between.past.is_some(),
-            },
-            waiting: stages.iter().map(|_| None).collect(),
-            after,
-            devices: devices.to_vec(),
-            events,
-            stages,
-        };
-        let mut supply = between.model.as_ref().filter(|_| !opening.running.workers.is_empty()).map(|model| {
-            let Running { stop, workers, .. } = &opening.running;
-            Supply::new(checkpoint, model, links.session, workers, &tell, stop)
-        });
+        let mut opening = Opening::new(stages, devices, workers(devices), between, events);
+        let after = opening.after;
+        let mut supply = opening.supply(checkpoint, between, &links, &tell);
         opening.prepare(checkpoint, between.model.as_ref(), specs, options, &links, &tell, &recorder, &epoch)?;
         let here: Vec<_> = layouts.into_iter().zip(devices).filter(|(_, device)| device.worker().is_none()).collect();
         let keys: Vec<Key> = here.iter().map(|(layout, device)| Key::new(checkpoint, digest, layout, device)).collect();
@@ -167,6 +131,81 @@ impl Pipeline {
             in_flight_max,
             patience: PATIENCE,
         })
+    }
+}
+
+impl Pipeline {
+    /// Has workers load stages of a pipeline that is to come, while another one runs elsewhere: they wait there, on these
+    /// workers, to be opened with the rest ([`Pipeline::open_with`]). Workers that have stages of the running one may not be
+    /// among them.
+    ///
+    /// # Errors
+    /// As [`Pipeline::open`].
+    ///
+    /// # Panics
+    /// As [`Pipeline::open_with`].
+    #[expect(clippy::too_many_arguments, reason = "those of a pipeline, and which of it")]
+    pub fn preload(
+        checkpoint: &Arc<Checkpoint>,
+        specs: &[StageSpec],
+        options: StageOptions,
+        between: &PipelineOptions,
+        devices: &[Device],
+        on: &[Arc<Worker>],
+        progress: OnProgress<'_>,
+        cancel: &AtomicBool,
+    ) -> Result<(), PipelineError> {
+        let Draft { stages, links, .. } = Draft::new(checkpoint, specs, options, between, devices)?;
+        let (tell, events) = bounded(EVENTS_PER_STAGE * specs.len());
+        let recorder = Recorder::new(stages.iter().map(|stage| (stage.place(), stage.layers)));
+        let mut opening = Opening::new(stages, devices, on.to_vec(), between, events);
+        // They stay, whatever comes of the others.
+        opening.running.keeps = true;
+        let mut supply = opening.supply(checkpoint, between, &links, &tell);
+        let epoch = AtomicU64::new(0);
+        opening.prepare(checkpoint, between.model.as_ref(), specs, options, &links, &tell, &recorder, &epoch)?;
+        opening.wait_until_loaded(supply.as_mut(), progress, cancel).map(drop)
+    }
+}
+
+/// A pipeline that nothing was done for yet.
+struct Draft {
+    stages: Vec<StageName>,
+    layouts: Vec<StageLayout>,
+    limits: MessageLimits,
+    in_flight_max: usize,
+    links: Links,
+}
+
+impl Draft {
+    fn new(
+        checkpoint: &Checkpoint,
+        specs: &[StageSpec],
+        options: StageOptions,
+        between: &PipelineOptions,
+        devices: &[Device],
+    ) -> Result<Draft, PipelineError> {
+        assert_eq!(specs.len(), devices.len(), "a device for every stage");
+        let stages: Vec<StageName> = specs.iter().zip(devices).map(|(spec, device)| name(spec, device)).collect();
+        if let Err(error) = StageSpec::check_cover(specs, checkpoint.config.layers) {
+            return Err(PipelineError::Layout { stage: stages[0].clone(), error: Box::new(error) });
+        }
+        let mut layouts = Vec::new();
+        for ((spec, device), stage) in specs.iter().zip(devices).zip(&stages) {
+            let layout = StageLayout::new(checkpoint, spec.clone(), options, device.profile(), device.limits());
+            layouts
+                .push(layout.map_err(|error| PipelineError::Layout { stage: stage.clone(), error: Box::new(error) })?);
+        }
+        let limits = message_limits(layouts.last().expect("a pipeline has stages"));
+        let in_flight_max = IN_FLIGHT_PER_STAGE * specs.len() + 1 + remote_hops(devices);
+        let links = Links {
+            session: draw(),
+            // The tail answers every frame; its link holds all that may be in flight, and one answer that was on its
+            // way when the head gave up what was in flight before: nobody waits for the head.
+            frames: between.link_frames.unwrap_or(in_flight_max + 1),
+            payload_bytes: limits.payload_bytes_max().max(edge::BLOCK_BYTES),
+        };
+        Ok(Draft { stages, layouts, limits, in_flight_max, links })
     }
 }
 
@@ -228,6 +267,51 @@ struct Opening {
 }
 
 impl Opening {
+    fn new(
+        stages: Vec<StageName>,
+        devices: &[Device],
+        workers: Vec<Arc<Worker>>,
+        between: &PipelineOptions,
+        events: Receiver<Event>,
+    ) -> Opening {
+        Opening {
+            counters: stages.iter().map(|_| Arc::default()).collect(),
+            running: Running {
+                stop: Arc::default(),
+                threads: Vec::new(),
+                sources: Vec::new(),
+                workers,
+                home: Home { shelf: between.shelf.clone(), boundary_log: between.boundary_log, closed: Arc::default() },
+                // What is loaded already is not loaded again by the next attempt.
+                keeps: between.past.is_some(),
+            },
+            waiting: stages.iter().map(|_| None).collect(),
+            after: between.past.as_ref().map(|past| past.epoch),
+            devices: devices.to_vec(),
+            events,
+            stages,
+        }
+    }
+
+    /// Where workers without a copy of the model get what they need.
+    fn supply(
+        &self,
+        checkpoint: &Arc<Checkpoint>,
+        between: &PipelineOptions,
+        links: &Links,
+        tell: &Sender<Event>,
+    ) -> Option<Supply> {
+        let Running { stop, workers, .. } = &self.running;
+        let model = between.model.as_ref().filter(|_| !workers.is_empty())?;
+        Some(Supply::new(checkpoint, model, links.session, workers, tell, stop))
+    }
+
+    /// Whether a stage is of those that are opened: here, or at a worker that was asked.
+    fn is_wanted(&self, stage: usize) -> bool {
+        let asked = |worker: &Arc<Worker>| self.running.workers.iter().any(|other| Arc::ptr_eq(other, worker));
+        self.worker(stage).map_or(self.waiting[stage].is_some(), asked)
+    }
+
     fn no_thread(&self, stage: usize, error: std::io::Error) -> PipelineError {
         PipelineError::Thread { stage: self.stages[stage].clone(), error }
     }
@@ -249,15 +333,16 @@ impl Opening {
         progress: OnProgress<'_>,
         cancel: &AtomicBool,
     ) -> Result<Vec<StageReport>, PipelineError> {
-        let mut reports: Vec<Option<StageReport>> = vec![None; self.stages.len()];
-        while reports.iter().any(Option::is_none) {
+        let wanted = (0..self.stages.len()).filter(|stage| self.is_wanted(*stage)).count();
+        let mut reports: BTreeMap<usize, StageReport> = BTreeMap::new();
+        while reports.len() < wanted {
             if cancel.load(Ordering::Relaxed) {
                 return Err(PipelineError::Cancelled);
             }
             let Ok(event) = self.events.recv_timeout(LOOK) else { continue };
             match self.wrong(event)? {
                 Event::Progress(stage, at) => progress(stage, at),
-                Event::Ready(stage, report) => reports[stage] = Some(*report),
+                Event::Ready(stage, report) => drop(reports.insert(stage, *report)),
                 Event::Hashing(done, total) => {
                     for stage in self.without_model(supply.as_deref()) {
                         progress(stage, LoadProgress { hashing: Some((done, total)), ..LoadProgress::default() });
@@ -271,7 +356,7 @@ impl Opening {
                 _ => {}
             }
         }
-        Ok(reports.into_iter().flatten().collect())
+        Ok(reports.into_values().collect())
     }
 
     /// Stages on workers that have no copy of the model.

@@ -19,11 +19,18 @@ fn model() -> String {
 /// A file of requests with seeds of their own, and where the answers go.
 pub struct Work {
     folder: tempfile::TempDir,
+    model: String,
+    split: &'static str,
 }
 
 impl Work {
     /// 48 lines.
     pub fn new() -> Work {
+        Work::of(MODEL, "1,1,1")
+    }
+
+    /// For a model of tests/data, cut so.
+    pub fn of(model: &str, split: &'static str) -> Work {
         let folder = tempfile::tempdir().unwrap();
         let line = |i: usize| {
             format!(
@@ -31,7 +38,7 @@ impl Work {
             )
         };
         std::fs::write(folder.path().join("in.jsonl"), (0..LINES).map(line).collect::<String>()).unwrap();
-        Work { folder }
+        Work { folder, model: data(model).to_str().expect("a path in UTF-8").to_owned(), split }
     }
 
     /// A file of it.
@@ -39,10 +46,10 @@ impl Work {
         self.folder.path().join(name).to_str().unwrap().to_owned()
     }
 
-    /// `batch` over three stages, the last two on `workers`.
+    /// `batch` over three stages.
     pub fn batch(&self, head: &Machine, out: &str, more: &[&str]) -> std::process::Command {
-        let (input, out, model) = (self.path("in.jsonl"), self.path(out), model());
-        let usual = ["batch", &input, "-o", &out, "-m", &model, "--device", "reference", "--split", "1,1,1"];
+        let (input, out, model) = (self.path("in.jsonl"), self.path(out), &self.model);
+        let usual = ["batch", &input, "-o", &out, "-m", model, "--device", "reference", "--split", self.split];
         head.program(&[&usual[..], &["--ctx", "128", "--max-sequences", "8", "--activations", "f32"], more].concat())
     }
 

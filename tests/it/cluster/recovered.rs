@@ -3,12 +3,14 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use pp_engine::checkpoint::Checkpoint;
 use pp_engine::random::Random;
 use serde_json::Value;
 
 use super::killed::Work;
 use super::processes::{Cluster, Machine, Running, Worker};
 use crate::smollm2;
+use crate::support::data;
 
 /// Three layers.
 const MODEL: &str = "tiny/llama-linear-rope";
@@ -62,6 +64,67 @@ fn a_worker_that_is_drained_hands_its_layers_over() {
     let (code, said) = head.end();
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(work.answers("drained.jsonl"), work.answers("alone.jsonl"));
+}
+
+/// Where another member can take the layers of a worker that is drained, it has loaded them before anything stops.
+#[test]
+fn what_is_drained_is_loaded_elsewhere_first() {
+    let cluster = Cluster::without_model(&["rig2", "rig3"], &[]);
+    let work = Work::new();
+    assert!(work.batch(&cluster.head, "alone.jsonl", &[]).output().unwrap().status.success());
+    let more = ["--workers", "local,rig2,local", "--json"];
+    let mut head = Running::start(&mut work.batch(&cluster.head, "drained.jsonl", &more));
+    work.wait_for("drained.jsonl", 2);
+    cluster.head.object(&["cluster", "drain", "rig2"]);
+    head.says("rig2 is to be drained: rig3 loads its layers first");
+    head.says("rig3 in the place of rig2");
+    let report: Value = serde_json::from_str(&head.prints("\"stages\"")).unwrap();
+    assert_eq!(head.end().0, Some(0));
+    let stage = &report["stages"][1];
+    let bytes = [&stage["file_bytes"], &stage["cache_bytes"], &stage["network_bytes"]];
+    assert_eq!((&stage["worker"], bytes), (&"rig3".into(), [&0.into(); 3]), "nothing was left to load: {stage}");
+    assert_eq!(report["recoveries"].as_array().unwrap().len(), 1, "{report}");
+    assert_eq!(work.answers("drained.jsonl"), work.answers("alone.jsonl"));
+}
+
+/// Another split, while answers go on: what moves is loaded where it goes, and computed again from the tokens.
+#[test]
+fn layers_are_divided_otherwise_while_answers_go_on() {
+    let cluster = Cluster::without_model(&["rig2", "rig3"], &[]);
+    let work = Work::of("tiny/llama-33", "11,11,11");
+    assert!(work.batch(&cluster.head, "alone.jsonl", &[]).output().unwrap().status.success());
+    let rebalance = |split: &'static str| ["cluster", "rebalance", "--split", split];
+    let refused = cluster.head.refused(&rebalance("11,10,12"), 5);
+    assert!(refused.contains("there is nothing to divide"), "{refused}");
+    let more = ["--workers", "local,rig2,rig3", "--json"];
+    let mut head = Running::start(&mut work.batch(&cluster.head, "moved.jsonl", &more));
+    work.wait_for("moved.jsonl", 2);
+    for (split, why) in [
+        ("11,22", "3 stages run"),
+        ("11,11,12", "33 layers"),
+        ("0,11,22", "at least one for each stage"),
+        ("4294967295,4294967295,35", "33 layers"),
+    ] {
+        let refused = cluster.head.refused(&rebalance(split), 5);
+        assert!(refused.contains(why), "{split}: {refused}");
+    }
+    let answer = cluster.head.object(&rebalance("11,10,12"));
+    assert_eq!(answer["split"], serde_json::json!([11, 10, 12]), "{answer}");
+    let again = cluster.head.object(&rebalance("11,10,12"));
+    assert!(again["outcome"].as_str().unwrap().contains("divided so"), "{again}");
+    let report: Value = serde_json::from_str(&head.prints("\"stages\"")).unwrap();
+    assert_eq!(head.end().0, Some(0));
+    assert_eq!(work.answers("moved.jsonl"), work.answers("alone.jsonl"));
+
+    let model = Checkpoint::open(&data("tiny/llama-33")).unwrap();
+    let moved: usize = model.tensors().filter(|t| t.name.starts_with("blk.21.")).map(|tensor| tensor.bytes()).sum();
+    let bytes = |stage: usize, of: &str| report["stages"][stage][of].as_u64().unwrap();
+    let received: Vec<u64> = (0..3).map(|stage| bytes(stage, "network_bytes") + bytes(stage, "cache_bytes")).collect();
+    assert_eq!(received, [0, 0, moved as u64], "{report}");
+    let recovery = &report["recoveries"][0];
+    let tokens = recovery["tokens"].as_u64().unwrap();
+    assert_eq!(recovery["layer_tokens"], serde_json::json!([11 * tokens, 10 * tokens, tokens]), "{recovery}");
+    assert_eq!(report["recoveries"].as_array().unwrap().len(), 1);
 }
 
 /// The same worker, killed and started again, or stopped and let go on, again and again in one run.

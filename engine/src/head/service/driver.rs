@@ -286,7 +286,11 @@ impl Driver {
     fn failed(&mut self, error: HeadError, events: Vec<Event>) {
         let failure = Failure::of(&error);
         tracing::error!(reason = %failure.reason, "the pipeline is down");
-        self.fruitless = if self.drawn == self.head.drawn() { self.fruitless + 1 } else { 0 };
+        if self.drawn != self.head.drawn() {
+            self.fruitless = 0;
+        } else if !error.is_wanted() {
+            self.fruitless += 1;
+        }
         self.drawn = self.head.drawn();
         let is_worth_it = error.may_be_recovered() && self.fruitless < FRUITLESS_MAX;
         let is_awaited = self.head.recovers() && self.reopen.is_some() && is_worth_it;
