@@ -35,12 +35,14 @@ pub struct Need {
     pub kv: u64,
     /// Buffers between kernels.
     pub work: u64,
+    /// What it keeps of what it hands on, always in the host's memory.
+    pub log: u64,
 }
 
 impl Need {
-    /// All of it.
-    pub fn total(self) -> u64 {
-        self.weights + self.kv + self.work
+    /// All of it, in the host's memory or in another.
+    pub fn total(self, host: bool) -> u64 {
+        self.weights + self.kv + self.work + if host { self.log } else { 0 }
     }
 }
 
@@ -90,7 +92,7 @@ pub fn shortage<'a>(pools: &'a [Pool], needs: &[Need]) -> Option<&'a Pool> {
 }
 
 fn needed(pool: &Pool, needs: &[Need]) -> u64 {
-    pool.stages.iter().map(|stage| needs[*stage].total()).sum()
+    pool.stages.iter().map(|stage| needs[*stage].total(pool.host)).sum()
 }
 
 /// What the advice is worked out from.
@@ -122,8 +124,10 @@ impl Situation<'_> {
             (None, true) => "the host has".to_owned(),
             (_, false) => "it has".to_owned(),
         };
+        let log: u64 = pool.stages.iter().filter(|_| pool.host).map(|stage| self.needs[*stage].log).sum();
+        let log = if log > 0 { format!(", log of what they hand on {}", bytes(log)) } else { String::new() };
         let what = format!(
-            "not enough memory on {}: {stages} take{} {} (weights {}, keys and values {} at a context of {}, work {}), {has} {} to give",
+            "not enough memory on {}: {stages} take{} {} (weights {}, keys and values {} at a context of {}, work {}{log}), {has} {} to give",
             pool.device,
             if pool.stages.len() == 1 { "s" } else { "" },
             bytes(needed(pool, self.needs)),
@@ -285,7 +289,8 @@ mod tests {
     }
 
     fn explain(pools: &[Pool], weights: &[u64], counts: &[usize], fits: Option<usize>) -> String {
-        let needs: Vec<Need> = weights.iter().map(|w| Need { weights: w * GB, kv: GB, work: GB / 10 }).collect();
+        let needs: Vec<Need> =
+            weights.iter().map(|w| Need { weights: w * GB, kv: GB, work: GB / 10, log: 0 }).collect();
         let costs = Costs { layers: vec![GB; 30], first: GB, last: GB };
         let situation = Situation {
             pools,
@@ -331,7 +336,7 @@ mod tests {
 
     #[test]
     fn what_fits_is_no_shortage_and_unknown_memory_neither() {
-        let needs = [Need { weights: GB, kv: 0, work: 0 }];
+        let needs = [Need { weights: GB, kv: 0, work: 0, log: 0 }];
         assert_eq!(shortage(&[pool("A", false, 1, &[0])], &needs), None);
         assert_eq!(shortage(&[Pool { available: None, ..pool("A", false, 0, &[0]) }], &needs), None);
     }

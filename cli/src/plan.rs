@@ -46,6 +46,8 @@ pub struct Plan {
     pub layouts: Vec<StageLayout>,
     /// What they share.
     pub options: StageOptions,
+    /// Bytes that each may keep of what it hands on, in its host's memory.
+    pub boundary_log: u64,
     /// Whether the context is smaller than the model's because no more fits.
     pub lowered: bool,
     /// Whether the KV cache is smaller than all sequences may need, because no more fits.
@@ -122,7 +124,8 @@ pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Wanted, ou
     let context = asked.unwrap_or(max);
     let wire = settings::wire(args.wire);
     let options = StageOptions { activations, kv, context, sequences, kv_tokens: context, chunk, wire };
-    let wish = Wish { stages: *asked_stages, context: asked, kv_tokens, is_free };
+    let log = args.boundary_log.as_u64();
+    let wish = Wish { stages: *asked_stages, context: asked, kv_tokens, is_free, log };
     let open = Open { checkpoint: &checkpoint, args, options: &options };
     let division = match split {
         Split::Auto if !args.no_measure && counts.len() > 1 && (is_free || are_unlike(&devices)) => {
@@ -132,7 +135,7 @@ pub fn make(checkpoint: Arc<Checkpoint>, args: &PipelineArgs, wanted: Wanted, ou
         _ => Division { counts, devices, pools, basis: Basis::Typed },
     };
     let Division { counts, devices, pools, basis } = division;
-    let asked = Asked { context: asked.is_some(), kv_tokens };
+    let asked = Asked { context: asked.is_some(), kv_tokens, log };
     let plan = fit(checkpoint, counts, devices, pools, options, asked, &costs)?;
     Ok(Plan { cluster, basis, ..plan })
 }
@@ -157,6 +160,8 @@ struct Wish {
     kv_tokens: Option<usize>,
     /// Whether devices may be left out and come in any order.
     is_free: bool,
+    /// Bytes that each stage may keep of what it hands on.
+    log: u64,
 }
 
 /// Layers, and what they are on.
@@ -222,7 +227,7 @@ impl Open<'_> {
         let options = StageOptions { context, kv_tokens: wish.kv_tokens.unwrap_or(context), ..*self.options };
         let fits = |counts: &[usize]| {
             let laid_out = layouts(self.checkpoint, &StageSpec::pipeline(counts), options, &devices);
-            laid_out.is_ok_and(|layouts| memory::shortage(&pools, &needs(&layouts)).is_none())
+            laid_out.is_ok_and(|layouts| memory::shortage(&pools, &needs(&layouts, wish.log)).is_none())
         };
         let basis = Basis::Bytes(why);
         let counts =
@@ -263,6 +268,8 @@ impl Open<'_> {
 struct Asked {
     context: bool,
     kv_tokens: Option<usize>,
+    /// Bytes that each stage may keep of what it hands on.
+    log: u64,
 }
 
 /// Lays the stages out; a context that nobody asked for is lowered to what fits with one sequence of it, and the cache
@@ -281,7 +288,7 @@ fn fit(
         |context: usize| StageOptions { context, kv_tokens: asked.kv_tokens.unwrap_or(context), ..options };
     let layouts_at = |context| layouts(&checkpoint, &specs, options_at(context), &devices);
     let fits_with = |options| match layouts(&checkpoint, &specs, options, &devices) {
-        Ok(layouts) => Ok(memory::shortage(&pools, &needs(&layouts)).is_none()),
+        Ok(layouts) => Ok(memory::shortage(&pools, &needs(&layouts, asked.log)).is_none()),
         Err(LayoutError::KvBinding { .. } | LayoutError::Work { option: "--ctx", .. }) => Ok(false),
         Err(other) => Err(other),
     };
@@ -294,7 +301,7 @@ fn fit(
             _ => {
                 let at = if asked.context { context } else { CONTEXT_MIN.min(context) };
                 let layouts = layouts_at(at)?;
-                let needs = needs(&layouts);
+                let needs = needs(&layouts, asked.log);
                 if let Some(pool) = memory::shortage(&pools, &needs) {
                     let parameters = checkpoint.tensors().map(|tensor| tensor.elements() as u64).sum();
                     let situation = Situation {
@@ -329,7 +336,20 @@ fn fit(
     let layouts = layouts(&checkpoint, &specs, options, &devices)?;
     let kv_lowered = asked.kv_tokens.is_none() && options.kv_tokens < all;
     let basis = Basis::Typed;
-    Ok(Plan { specs, devices, layouts, options, lowered, kv_lowered, pools, counts, checkpoint, basis, cluster: None })
+    Ok(Plan {
+        specs,
+        devices,
+        layouts,
+        options,
+        boundary_log: asked.log,
+        lowered,
+        kv_lowered,
+        pools,
+        counts,
+        checkpoint,
+        basis,
+        cluster: None,
+    })
 }
 
 /// The largest multiple of `step` in `min .. max` for which `fits`, which is monotone.
@@ -367,11 +387,13 @@ fn layouts(
         .collect()
 }
 
-fn needs(layouts: &[StageLayout]) -> Vec<Need> {
+/// What stages need that keep so many bytes at most of what they hand on.
+fn needs(layouts: &[StageLayout], boundary_log: u64) -> Vec<Need> {
     let need = |layout: &StageLayout| Need {
         weights: layout.weight_bytes(),
         kv: layout.kv_bytes(),
         work: layout.work_bytes(),
+        log: layout.boundary_log_bytes(boundary_log),
     };
     layouts.iter().map(need).collect()
 }
@@ -461,8 +483,13 @@ pub fn checked() -> bool {
 impl Plan {
     /// What of it others may know: all but the workers.
     pub fn sketch(&self) -> Sketch {
-        let (checkpoint, specs) = (self.checkpoint.clone(), self.specs.clone());
-        Sketch { checkpoint, specs, devices: self.devices.clone(), options: self.options }
+        Sketch {
+            checkpoint: self.checkpoint.clone(),
+            specs: self.specs.clone(),
+            devices: self.devices.clone(),
+            options: self.options,
+            boundary_log: self.boundary_log,
+        }
     }
 
     /// The devices with those of lost workers replaced by the first of others, a worker for each; their names are forgotten.
@@ -503,9 +530,10 @@ impl Plan {
         let args = PipelineArgs::default();
         let open = Open { checkpoint: &self.checkpoint, args: &args, options: &options };
         let (context, kv_tokens) = (Some(options.context), Some(options.kv_tokens));
-        let wish = Wish { stages: Some(counts.len()), context, kv_tokens, is_free: false };
+        let log = self.boundary_log;
+        let wish = Wish { stages: Some(counts.len()), context, kv_tokens, is_free: false, log };
         let Division { counts, devices, pools, .. } = open.by_bytes(counts, devices, pools, &wish, None)?;
-        let asked = Asked { context: true, kv_tokens };
+        let asked = Asked { context: true, kv_tokens, log };
         let cluster = self.cluster.take();
         let fitted = fit(self.checkpoint.clone(), counts, devices, pools, options, asked, &costs);
         match fitted {
@@ -561,6 +589,8 @@ pub struct Sketch {
     pub devices: Vec<Device>,
     /// What they share.
     pub options: StageOptions,
+    /// Bytes that each may keep of what it hands on.
+    pub boundary_log: u64,
 }
 
 impl Sketch {
@@ -580,7 +610,7 @@ impl Sketch {
         // What those that are left hold is theirs already.
         let is_new = |pool: &Pool| others.iter().any(|other| pool.worker.as_deref() == Some(other.name()));
         let pools: Vec<Pool> = memory::pools(&devices).into_iter().filter(is_new).collect();
-        if let Some(pool) = memory::shortage(&pools, &needs(&layouts)) {
+        if let Some(pool) = memory::shortage(&pools, &needs(&layouts, self.boundary_log)) {
             return Err(errors::device(format!("{} has not enough memory for the lost layers", pool.device)));
         }
         Ok((devices, layouts))
@@ -604,7 +634,8 @@ impl Sketch {
             )));
         }
         let layouts = layouts(&self.checkpoint, &StageSpec::pipeline(counts), self.options, &self.devices)?;
-        let (pools, needs) = (memory::with_held(memory::pools(&self.devices), held), needs(&layouts));
+        let pools = memory::with_held(memory::pools(&self.devices), held);
+        let needs = needs(&layouts, self.boundary_log);
         match memory::shortage(&pools, &needs) {
             None => Ok(layouts),
             Some(pool) => {

@@ -36,6 +36,17 @@ impl StageCost {
     pub fn step(&self, tokens: f64) -> f64 {
         self.alpha + self.beta * tokens
     }
+
+    /// What both take, one after the other.
+    pub fn plus(&self, other: &StageCost) -> StageCost {
+        let StageCost { alpha, beta, attention } = *other;
+        StageCost { alpha: self.alpha + alpha, beta: self.beta + beta, attention: self.attention + attention }
+    }
+
+    /// What so many times of it takes.
+    pub fn times(&self, times: f64) -> StageCost {
+        StageCost { alpha: self.alpha * times, beta: self.beta * times, attention: self.attention * times }
+    }
 }
 
 /// What a hop takes for b tokens: λ + s, s = b · `seconds_per_token`.

@@ -455,6 +455,13 @@ impl StageLayout {
         (layer * self.layers.len()) as u64
     }
 
+    /// Bytes of its host's memory that a log of what it hands on takes at most, where it may have `bytes`
+    /// ([`crate::boundary::BoundaryLog`]); the last stage has none.
+    pub fn boundary_log_bytes(&self, bytes: u64) -> u64 {
+        let all = 4 * (self.options.pages() * PAGE * self.dims.hidden) as u64;
+        if self.head.is_some() { 0 } else { bytes.min(all) }
+    }
+
     /// Bytes of keys and values of one token.
     pub fn kv_bytes_per_token(&self) -> u64 {
         (2 * self.layers.len() * self.dims.kv_heads * self.dims.head_dim * self.options.kv.bytes()) as u64

@@ -88,6 +88,8 @@ pub struct Scheduler {
     in_flight: VecDeque<Flight>,
     released: Vec<u64>,
     recovery: Recovery,
+    /// What the stages of the next pipeline should cost, where that is another than those of this one.
+    expected: Option<cost::Costs>,
     requests: u64,
     names: u64,
     running: usize,
@@ -122,6 +124,7 @@ impl Scheduler {
             in_flight: VecDeque::new(),
             released: Vec::new(),
             recovery: Recovery::default(),
+            expected: None,
             requests: 0,
             names: 0,
             running: 0,

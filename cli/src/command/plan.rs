@@ -99,6 +99,8 @@ struct Row {
     kv_bytes_per_token: u64,
     work_bytes: u64,
     device_bytes: u64,
+    /// Bytes of its host's memory for a log of what it hands on, at most.
+    boundary_log_bytes: u64,
     widened: Vec<Widened>,
 }
 
@@ -123,7 +125,7 @@ struct Memory {
 }
 
 impl Row {
-    fn new(layout: &StageLayout, device: &Device) -> Row {
+    fn new(layout: &StageLayout, device: &Device, boundary_log: u64) -> Row {
         let spec = &layout.spec;
         Row {
             index: spec.index,
@@ -141,6 +143,7 @@ impl Row {
             kv_bytes_per_token: layout.kv_bytes_per_token(),
             work_bytes: layout.work_bytes(),
             device_bytes: layout.device_bytes(),
+            boundary_log_bytes: layout.boundary_log_bytes(boundary_log),
             widened: Widened::of(&layout.widened()),
         }
     }
@@ -149,7 +152,8 @@ impl Row {
 impl PlanReport {
     fn new(plan: &Plan) -> PlanReport {
         let (activations, kv, wire) = super::precision(plan);
-        let stages: Vec<Row> = plan.layouts.iter().zip(&plan.devices).map(|(l, d)| Row::new(l, d)).collect();
+        let row = |(layout, device): (&StageLayout, &Device)| Row::new(layout, device, plan.boundary_log);
+        let stages: Vec<Row> = plan.layouts.iter().zip(&plan.devices).map(row).collect();
         let sum = |part: fn(&Row) -> u64| stages.iter().map(part).sum();
         let memory = plan.pools.iter().map(|pool| Memory {
             worker: pool.worker.clone(),
@@ -157,7 +161,7 @@ impl PlanReport {
             host: pool.host,
             stages: pool.stages.clone(),
             available_bytes: pool.available,
-            needed_bytes: pool.stages.iter().map(|stage| stages[*stage].device_bytes).sum(),
+            needed_bytes: pool.stages.iter().map(|stage| stages[*stage].bytes_in(pool.host)).sum(),
         });
         let hidden = plan.checkpoint.config.hidden;
         PlanReport {
@@ -236,6 +240,10 @@ impl Report for PlanReport {
             let available = memory.available_bytes.map_or("an unknown amount".to_owned(), bytes);
             text.push_str(&format!("\n{whose}: {} of {available} to give", bytes(memory.needed_bytes)));
         }
+        let log: u64 = self.stages.iter().map(|stage| stage.boundary_log_bytes).sum();
+        if log > 0 {
+            text.push_str(&format!("\nlogs of what stages hand on: at most {} of their hosts' memory", bytes(log)));
+        }
         if self.stages.len() > 1 {
             text.push_str(&format!(
                 "\nbetween stages ({}): {} a decoded token, {} a full chunk of a prompt",
@@ -252,6 +260,11 @@ impl Report for PlanReport {
 }
 
 impl Row {
+    /// What it takes of the host's memory, or of another.
+    fn bytes_in(&self, host: bool) -> u64 {
+        self.device_bytes + if host { self.boundary_log_bytes } else { 0 }
+    }
+
     fn cells(&self) -> Vec<String> {
         let ends = match (self.embedding, self.lm_head) {
             (true, true) => " +embedding +head",

@@ -45,7 +45,7 @@ fn fitted(available: u64, context: Option<usize>) -> Result<Plan> {
         vec![device],
         vec![pool],
         options,
-        Asked { context: context.is_some(), kv_tokens: None },
+        Asked { context: context.is_some(), kv_tokens: None, log: 0 },
         &costs,
     )
 }

@@ -1,7 +1,9 @@
 //! Another pipeline in the place of one that failed, and the answers go on.
 
 use super::{Event, FinishReason, Head};
+use crate::layout::StageSpec;
 use crate::pipeline::{Past, Pipeline, StageReport};
+use crate::schedule::cost::{Costs, Held};
 use crate::schedule::{Kept, Rebuild, RequestId};
 use crate::trace::HeadState;
 
@@ -54,12 +56,13 @@ impl Head {
             let device = |report: &StageReport| (report.spec.clone(), report.device.clone());
             pipeline.reports().iter().map(device).collect::<Vec<_>>()
         };
-        let is_like = devices(&pipeline) == devices(&self.pipeline);
+        let (before, now) = (devices(&self.pipeline), devices(&pipeline));
         self.recorder = pipeline.recorder().clone();
         self.accounted = self.recorder.now();
         self.recorder.outage(lost_at, self.accounted);
-        if !is_like {
-            self.scheduler.forget_costs();
+        if before != now {
+            let elsewhere = |costs: &Costs| costs.elsewhere(&held(&before), &held(&now), pipeline.shares());
+            self.scheduler.forget_costs(self.scheduler.costs().map(elsewhere));
         }
         let rebuild = self.scheduler.recover(limits, pipeline.shares().to_vec(), &kept);
         self.pipeline = pipeline;
@@ -92,4 +95,9 @@ impl Head {
             self.end(request, FinishReason::Deadline, say);
         }
     }
+}
+
+/// Layers, and what they are on.
+fn held(stages: &[(StageSpec, String)]) -> Vec<Held<'_>> {
+    stages.iter().map(|(spec, device)| (spec.layers.clone(), device.as_str())).collect()
 }

@@ -1,5 +1,7 @@
 //! What the stages cost, learnt from the steps they did, and what follows for the scheduler.
 
+use std::ops::Range;
+
 use pp_shaders::PAGE;
 
 use crate::law::{self, Fit, HopCost, Ring, Share, StageCost, padded};
@@ -112,6 +114,31 @@ impl Costs {
     }
 }
 
+/// A stage's layers, and what they are on.
+pub type Held<'a> = (Range<usize>, &'a str);
+
+impl Costs {
+    /// What stages will about cost that have other layers: as much a layer as those `before` on the same device, or on all
+    /// devices where there was none on it. Embedding and LM head are counted with the layers beside them.
+    pub fn elsewhere(&self, before: &[Held<'_>], now: &[Held<'_>], shares: &[Share]) -> Costs {
+        let of = |costs: &[StageCost]| -> Vec<StageCost> {
+            let a_layer = |device: Option<&str>| {
+                let stages = before.iter().zip(costs).filter(|((_, on), _)| device.is_none_or(|device| device == *on));
+                let sum = stages.fold((0, StageCost::default()), |(layers, sum), ((range, _), cost)| {
+                    (layers + range.len(), sum.plus(cost))
+                });
+                (sum.0 > 0).then(|| sum.1.times(1.0 / sum.0 as f64))
+            };
+            let cost = |(range, device): &Held<'_>| {
+                let layer = a_layer(Some(device)).or_else(|| a_layer(None)).unwrap_or_default();
+                layer.times(range.len() as f64)
+            };
+            now.iter().map(cost).collect()
+        };
+        Costs { stages: of(&self.stages), prompts: of(&self.prompts), shares: shares.to_vec(), ..*self }
+    }
+}
+
 /// The fits of all stages.
 #[derive(Clone, Debug)]
 pub struct Fits {
@@ -197,6 +224,27 @@ impl Fits {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_moves_costs_as_much_a_layer_as_before() {
+        let cost = |alpha: f64| StageCost { alpha, beta: alpha / 10.0, attention: alpha / 100.0 };
+        let costs =
+            Costs { stages: vec![cost(10.0), cost(30.0)], prompts: vec![cost(20.0), cost(60.0)], ..Costs::default() };
+        let before = [(0..10, "slow"), (10..40, "fast")];
+        let check = |now: &[Held<'_>], stages: &[f64]| {
+            let found = costs.elsewhere(&before, now, &[]);
+            for (found, expected) in found.stages.iter().zip(stages).chain(found.prompts.iter().zip(stages.iter())) {
+                let times = found.alpha / expected;
+                assert!((times - 1.0).abs() < 1e-9 || (times - 2.0).abs() < 1e-9, "{found:?}, {expected}");
+                assert!((found.attention - found.alpha / 100.0).abs() < 1e-9);
+            }
+        };
+        check(&[(0..12, "slow"), (12..40, "fast")], &[12.0, 28.0]);
+        check(&[(0..5, "slow"), (5..40, "another")], &[5.0, 35.0]);
+        let unlike = Costs { stages: vec![cost(10.0), cost(60.0)], ..costs.clone() };
+        let found = unlike.elsewhere(&before, &[(0..20, "fast"), (20..40, "another")], &[]);
+        assert_eq!([found.stages[0].alpha, found.stages[1].alpha], [40.0, 35.0]);
+    }
 
     #[test]
     fn chunks_shrink_as_there_is_more_to_attend_to() {

@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use pp_shaders::PAGE;
 
-use super::cost::{Fits, attended};
+use super::cost::{Costs, Fits, attended};
 use super::{Batch, Choice, Flight, Limits, Next, Pages, Part, RequestId, Scheduler};
 use crate::law::Share;
 
@@ -120,6 +120,7 @@ impl Scheduler {
             self.fits = Fits::new(limits.stages, shares);
         }
         let without = std::mem::take(&mut self.recovery).without;
+        let expected = self.expected.take();
         let has = |layer: &usize| !without.get(*layer).copied().unwrap_or(false);
         let lacks = |stage: &Kept, layer: usize| !(stage.pages.contains(&layer) && has(&layer));
         let without: Vec<bool> =
@@ -166,7 +167,8 @@ impl Scheduler {
         self.recovery.last_share = until.saturating_sub(layers.start) as f64 / layers.len().max(1) as f64;
         self.recovery.rebuild =
             Rebuild { sequences: running.len(), until, stage, tokens, from, logged, done: 0, seconds: None };
-        self.recovery.rebuild.seconds = self.restoring_seconds();
+        self.recovery.rebuild.seconds =
+            self.fits.costs().or(expected.as_ref()).and_then(|costs| self.restoring_seconds(costs));
         self.size_chunks();
         self.recovery.rebuild
     }
@@ -180,9 +182,11 @@ impl Scheduler {
         found
     }
 
-    /// What stages take is not what it was: they are on other devices.
-    pub fn forget_costs(&mut self) {
+    /// What stages take is not what it was: they are on other devices, or have other layers. What is `expected` of them is
+    /// for the prediction of the recovery that follows.
+    pub fn forget_costs(&mut self, expected: Option<Costs>) {
         self.fits = Fits::new(self.limits.stages, self.fits.shares().to_vec());
+        self.expected = expected;
     }
 
     /// What the latest recovery computes again.
@@ -259,8 +263,7 @@ impl Scheduler {
     }
 
     /// Seconds until all is restored: the slowest stage for every micro-batch, and the others once.
-    fn restoring_seconds(&self) -> Option<f64> {
-        let costs = self.fits.costs()?;
+    fn restoring_seconds(&self, costs: &Costs) -> Option<f64> {
         let stages = costs.prompts.get(..=self.recovery.rebuild.stage)?;
         let first = self.recovery.rebuild.from.map_or(0, |from| from + 1);
         let mut batches: Vec<(usize, f64, bool)> = Vec::new();
