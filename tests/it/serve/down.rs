@@ -102,3 +102,36 @@ fn a_stream_outlives_its_stage() {
     let other = Response::read(meanwhile).ok();
     assert_eq!(other["choices"][0]["message"]["content"], expected);
 }
+
+/// A server that is told to end while its pipeline is down ends, and the next one finishes what its journal holds.
+#[test]
+fn what_waits_for_a_pipeline_outlives_the_server() {
+    let mut cluster = Cluster::of(&["rig2"], "tiny/llama-33");
+    let (m, folder) = (model("tiny/llama-33"), tempfile::tempdir().unwrap());
+    let journal = folder.path().join("journal").to_str().unwrap().to_owned();
+    let arguments =
+        ["serve", "--port", "0", "--json", "--quiet", "-m", &m, "--workers", "rig2", "--device", "reference"];
+    let arguments =
+        [&arguments[..], &["--recover-wait", "120", "--drain", "1", "--journal", &journal, "--resume"]].concat();
+    let mut server = Server::spawn(&mut cluster.head.program(&arguments));
+    let wanted = chat(json!({"max_tokens": 120, "temperature": 0.8, "seed": 3}));
+    let expected = server.post("/v1/chat/completions", &wanted).ok();
+
+    let address = cluster.head.address_of("rig2");
+    let (machine, worker) = cluster.workers.remove(0);
+    let mut streamed = wanted.clone();
+    streamed["stream"] = true.into();
+    let headers = [("content-type", "application/json"), ("x-request-id", "mine")];
+    let mut stream = server.begin("POST", "/v1/chat/completions", &headers, &streamed.to_string());
+    stream.read_exact(&mut [0; 2000]).unwrap();
+    worker.0.signal("KILL");
+    drop(worker);
+    eventually("it is down", || server.get("/ready").status == 503);
+    server.terminate();
+    assert!(server.wait().success());
+    let mut back = machine.worker("rig2", Some(&address), &[], &[]);
+    back.ready();
+    let server = Server::spawn(&mut cluster.head.program(&arguments));
+    let found = server.get("/v1/requests/mine?stream=false").ok();
+    assert_eq!(found["choices"][0]["message"], expected["choices"][0]["message"]);
+}
