@@ -291,7 +291,7 @@ impl Repl {
             return Ok(());
         }
         self.turns += 1;
-        let report = TurnReport::of(&answer, asked);
+        let report = TurnReport::of(&answer, asked, self.session.recovered());
         let said = format!("{}{}", thought.unwrap_or_default(), answer.text);
         let out = self.out;
         if let Some(transcript) = &mut self.transcript {

@@ -208,6 +208,7 @@ impl Looking {
         let between = PipelineOptions { model: Some(self.model.clone()), ..PipelineOptions::default() };
         let Sketch { checkpoint, specs, options, .. } = &self.sketch;
         Pipeline::preload(checkpoint, specs, *options, &between, &devices, &others, &mut |_, _| {}, &self.stop)?;
+        self.out.note(&format!("{} has the layers of {}", list(&names), list(leaving)));
         Ok(Some(others))
     }
 }

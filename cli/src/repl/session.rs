@@ -13,7 +13,7 @@ use crate::output::Out;
 use crate::output::live::Live;
 use crate::plan::{self, Wanted};
 use crate::prompts::Prompts;
-use crate::recovery::Recovery;
+use crate::recovery::{Recovered, Recovery};
 use crate::report::{self, StageRow, stage_table};
 
 /// A model that has been opened: its files' directory, its tokenizer and its template.
@@ -45,6 +45,8 @@ struct Running {
     load_seconds: f64,
     /// Seconds that it has been asked something.
     asked_seconds: f64,
+    /// Recoveries before it was asked for the latest answer.
+    recovered_before: usize,
 }
 
 /// See above.
@@ -107,7 +109,7 @@ impl Session {
             let options = command::head_options(&self.pipeline);
             let tokenizer = self.model.prompts.tokenizer().clone();
             let (recovery, head, load_seconds) = Recovery::load(plan, &self.pipeline, options, tokenizer, &self.out)?;
-            self.running = Some(Running { head, recovery, load_seconds, asked_seconds: 0.0 });
+            self.running = Some(Running { head, recovery, load_seconds, asked_seconds: 0.0, recovered_before: 0 });
         }
         Ok(self.running.as_mut().expect("it was opened"))
     }
@@ -127,6 +129,7 @@ impl Session {
     pub fn ask(&mut self, request: Request, say: &mut dyn FnMut(Event)) -> Result<Answer> {
         let mut live = Live::new(false, &self.out);
         let running = self.running()?;
+        running.recovered_before = running.recovery.happened().len();
         match run::answer(&mut running.head, request, &mut running.recovery, &mut live, say) {
             Ok(answer) => {
                 running.asked_seconds += answer.timings.total_seconds;
@@ -141,6 +144,12 @@ impl Session {
                 Err(error)
             }
         }
+    }
+
+    /// Recoveries while the latest answer was made.
+    pub fn recovered(&self) -> Vec<Recovered> {
+        let latest = |running: &Running| running.recovery.happened()[running.recovered_before..].to_vec();
+        self.running.as_ref().map_or(Vec::new(), latest)
     }
 
     /// The stages, with what they have done so far; none where the pipeline is down.

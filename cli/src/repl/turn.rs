@@ -4,6 +4,7 @@ use pp_engine::head::{Answer, FinishReason};
 use serde::Serialize;
 
 use super::thoughts;
+use crate::recovery::Recovered;
 
 /// One turn of a conversation.
 #[derive(Clone, Debug, Serialize)]
@@ -31,6 +32,9 @@ pub struct TurnReport {
     pub dropped_messages: usize,
     pub seed: u64,
     pub timings: Timings,
+    /// Stages that were lost meanwhile, and what became of them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub recoveries: Vec<Recovered>,
 }
 
 /// Rates are null where too few tokens were made to have one.
@@ -56,7 +60,7 @@ pub struct Asked {
 
 impl TurnReport {
     /// Of an answer.
-    pub fn of(answer: &Answer, asked: Asked) -> TurnReport {
+    pub fn of(answer: &Answer, asked: Asked, recoveries: Vec<Recovered>) -> TurnReport {
         let times = answer.timings;
         let first = (!answer.tokens.is_empty()).then_some(times.first_token_seconds);
         let new_tokens = answer.prompt_tokens - answer.cached_tokens;
@@ -80,6 +84,7 @@ impl TurnReport {
                 decode_tokens_per_s: rate(answer.tokens.len().saturating_sub(1), times.decode_seconds),
                 total_seconds: times.total_seconds,
             },
+            recoveries,
         }
     }
 

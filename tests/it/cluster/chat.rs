@@ -1,10 +1,12 @@
 //! A conversation over workers, one of which vanishes: what is said then, and that it goes on.
 
+use std::io::Write;
 use std::path::Path;
+use std::process::Stdio;
 
 use serde_json::Value;
 
-use super::processes::{Cluster, Machine};
+use super::processes::{Cluster, Machine, Running};
 use crate::support::data;
 use crate::terminal::{CTRL_D, Terminal};
 
@@ -79,4 +81,38 @@ fn a_conversation_outlives_its_pipeline() {
     assert_eq!(saved(&terminal, &cluster.head, "cluster.json"), expected, "{text}");
     terminal.keys(CTRL_D);
     assert_eq!(terminal.end().0, 0);
+}
+
+/// A turn whose pipeline became another one says so, and answers as the others do; where nobody was asked meanwhile the layers move
+/// with the next message.
+#[test]
+fn a_turn_says_what_was_recovered_meanwhile() {
+    let cluster = Cluster::of(&["rig2", "rig3"], MODEL);
+    let model = data(MODEL);
+    let usual = ["chat", "--json", "-m", model.to_str().expect("UTF-8"), "--device", "reference", "--split", "1,1,1"];
+    let sampling = ["--activations", "f32", "-n", "8", "-t", "0.9", "--seed", "5"];
+    let turns = |more: &[&str], between: &dyn Fn(&mut Running)| {
+        let mut command = cluster.head.program(&[&usual[..], &sampling, more].concat());
+        let mut chat = Running::start(command.stdin(Stdio::piped()));
+        let mut stdin = chat.stdin();
+        let mut turn = |chat: &mut Running, message: &str, mark: &str| -> Value {
+            writeln!(stdin, "{message}").expect("it reads");
+            serde_json::from_str(&chat.prints(mark)).expect("JSON")
+        };
+        let first = turn(&mut chat, "run of a stage", "\"turn\":1");
+        between(&mut chat);
+        let second = turn(&mut chat, "and again", "\"turn\":2");
+        drop(stdin);
+        assert_eq!(chat.end().0, Some(0));
+        [first, second]
+    };
+    let alone = turns(&[], &|_| {});
+    let moved = turns(&["--workers", "local,rig2,local"], &|chat| {
+        cluster.head.object(&["cluster", "drain", "rig2"]);
+        chat.says("rig3 has the layers of rig2");
+    });
+    assert_eq!([&moved[0]["text"], &moved[1]["text"]], [&alone[0]["text"], &alone[1]["text"]]);
+    assert_eq!(moved[0].get("recoveries"), None, "{}", moved[0]);
+    let recovery = &moved[1]["recoveries"][0];
+    assert!(recovery["by"].as_str().is_some_and(|by| by.contains("rig3 in the place of rig2")), "{}", moved[1]);
 }

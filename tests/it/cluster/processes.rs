@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, ChildStdin, Command, Output, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
@@ -143,6 +143,11 @@ impl Running {
         let out = Said::of(child.stdout.take().expect("piped"));
         let err = Said::of(child.stderr.take().expect("piped"));
         Running { child, out, err }
+    }
+
+    /// Its stdin, where that was a pipe.
+    pub fn stdin(&mut self) -> ChildStdin {
+        self.child.stdin.take().expect("piped, and taken once")
     }
 
     /// Its process.
