@@ -162,8 +162,14 @@ impl Looking {
             leaving.into_iter().filter_map(|worker| Some((name(&worker).filter(is_new)?, worker))).collect();
         if let Some((_, first)) = leaving.first() {
             let names: Vec<Name> = leaving.iter().map(|(name, _)| name.clone()).collect();
+            let mut note = None;
             match self.load_elsewhere(&names) {
                 Ok(workers) => {
+                    let loaded = |workers: &Vec<Arc<Worker>>| {
+                        let others: Vec<&str> = workers.iter().map(|worker| worker.name()).collect();
+                        format!("{} has the layers of {}", others.join(", "), list(&names))
+                    };
+                    note = workers.as_ref().map(loaded);
                     let others = workers.map(|workers| Others { of: names.clone(), workers });
                     self.prepare(|prepared| prepared.others = others);
                 }
@@ -172,6 +178,7 @@ impl Looking {
             }
             self.stay.extend(names);
             first.go(Going::Away);
+            note.iter().for_each(|note| self.out.note(note));
         }
         for worker in &self.workers {
             let Some((number, split)) = worker.wish() else { continue };
@@ -208,7 +215,6 @@ impl Looking {
         let between = PipelineOptions { model: Some(self.model.clone()), ..PipelineOptions::default() };
         let Sketch { checkpoint, specs, options, .. } = &self.sketch;
         Pipeline::preload(checkpoint, specs, *options, &between, &devices, &others, &mut |_, _| {}, &self.stop)?;
-        self.out.note(&format!("{} has the layers of {}", list(&names), list(leaving)));
         Ok(Some(others))
     }
 }
