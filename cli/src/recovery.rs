@@ -20,6 +20,7 @@ use pp_engine::pipeline::shelf::Shelf;
 use pp_engine::pipeline::{Device, Past, Pipeline, PipelineError};
 use pp_engine::tokenizer::Tokenizer;
 use pp_engine::weights::LoadError;
+use pp_engine::wire::Wire;
 use pp_engine::worker::WorkerError;
 use pp_transport::identity::Name;
 use serde::Serialize;
@@ -120,7 +121,7 @@ impl Recovery {
         let seconds = |report: &pp_engine::pipeline::StageReport| report.load_seconds;
         let load_seconds = pipeline.reports().iter().map(seconds).fold(0.0, f64::max);
         let options = HeadOptions { recovers, ..options };
-        let held = held(&pipeline);
+        let held = held(&plan, &pipeline);
         let head = Head::new(pipeline, tokenizer, options);
         let mut recovery = Recovery {
             plan,
@@ -245,14 +246,15 @@ impl Recovery {
         if let HeadError::Pipeline(error @ (PipelineError::Wedged { .. } | PipelineError::Silent { .. })) = error {
             self.distrust(error);
         }
-        let Prepared { mut others, wish } = self.watch.take().map(Watch::end).unwrap_or_default();
+        let Prepared { mut others, failed, wish } = self.watch.take().map(Watch::end).unwrap_or_default();
+        self.bad.extend(failed);
         let before = kinds(&self.plan);
         let divided_before = self.plan.counts.clone();
         let mut wish = wish.filter(|_| error.is_wanted());
         let mut text = None;
         if let Some(wished) = &wish {
             past.settle();
-            match self.plan.divide(&wished.split, self.shelf.allocated_bytes()) {
+            match self.plan.divide(&wished.split, self.shelf.host_bytes()) {
                 Ok(()) => text = Some(format!("split {}", pp_engine::split::join(&wished.split))),
                 Err(error) => wish.take().into_iter().for_each(|wish| wish.came(Err(format!("{error:#}")))),
             }
@@ -261,29 +263,32 @@ impl Recovery {
         for tried in 0..TRIES {
             let text = match text.take() {
                 Some(text) => text,
-                None => self.find(past, others.take())?,
+                None => self.find(past, std::mem::take(&mut others))?,
             };
             let keep = Keep { shelf: Some(&self.shelf), past: Some(past), boundary_log: self.boundary_log };
             match command::open_pipeline(&self.plan, keep, &self.out) {
                 Ok(pipeline) => {
                     self.taken.clear();
-                    self.look_after(held(&pipeline));
+                    self.look_after(held(&self.plan, &pipeline));
                     wish.take().into_iter().for_each(|wish| wish.came(Ok(text.clone())));
                     self.is_same = kinds(&self.plan) == before;
-                    let other =
-                        "; some layers are on another kind of device now, what follows may differ within rounding";
+                    let other = "; layers are on another kind of device, or hops round elsewhere: what follows may differ \
+                                 within rounding";
                     let other = if self.is_same { "" } else { other };
                     return Ok((pipeline, format!("{text}{other}")));
                 }
                 Err(error) if cancel::flag().load(Ordering::Relaxed) => return Err(error),
                 Err(error) => {
+                    self.out.note(&format!("{error:#}; trying again"));
                     if let Some(wish) = wish.take() {
+                        // That says nothing of the devices with the layers that they had.
                         wish.came(Err(format!("{error:#}")));
                         if let Err(error) = self.plan.divide(&divided_before, u64::MAX) {
                             self.out.note(&format!("{error:#}"));
                         }
+                        last = Some(error);
+                        continue;
                     }
-                    self.out.note(&format!("{error:#}; trying again"));
                     // Those that were taken for it are not good for it, whatever the reason.
                     self.bad.append(&mut self.taken);
                     if let Some(error) = error.downcast_ref::<PipelineError>() {
@@ -317,9 +322,10 @@ impl Recovery {
     }
 
     /// Makes a plan whose workers are all there; says what it is. Some members may have loaded the layers of others.
-    fn find(&mut self, past: &Past, prepared: Option<Others>) -> Result<String> {
+    fn find(&mut self, past: &Past, prepared: Vec<Others>) -> Result<String> {
         let Some(cluster) = &mut self.plan.cluster else { return Ok("on the same devices".to_owned()) };
         let (mut lost, mut leaving) = (cluster.lost(), cluster.leaving());
+        self.stay.retain(|name| leaving.contains(name));
         leaving.retain(|name| !self.stay.contains(name));
         let bad: Vec<Name> = cluster.names().iter().filter(|name| self.bad.contains(name)).cloned().collect();
         let is_bad = !bad.is_empty();
@@ -328,7 +334,7 @@ impl Recovery {
             return Ok(if leaving.is_empty() {
                 "on the same workers".into()
             } else {
-                self.move_away(&leaving, prepared)
+                self.move_away(&leaving, prepared, past)
             });
         }
         // They may be taken for what was lost.
@@ -407,17 +413,22 @@ impl Recovery {
     }
 
     /// Makes a plan without workers that are being drained; where nobody else can do it they stay.
-    fn move_away(&mut self, leaving: &[Name], prepared: Option<Others>) -> String {
-        let are_there = |others: &[Arc<Worker>]| others.iter().all(|worker| !worker.is_gone());
-        if let Some(prepared) = prepared.filter(|prepared| prepared.of == leaving && are_there(&prepared.workers)) {
-            self.plan.cluster.iter_mut().for_each(|cluster| cluster.adopt(&prepared.workers));
-            if let Some(text) = self.by_these(leaving, &prepared.workers) {
-                return text;
+    fn move_away(&mut self, leaving: &[Name], prepared: Vec<Others>, past: &Past) -> String {
+        let mut moved = Vec::new();
+        for Others { of, workers } in prepared {
+            if of.iter().all(|name| leaving.contains(name)) && workers.iter().all(|worker| !worker.is_gone()) {
+                self.plan.cluster.iter_mut().for_each(|cluster| cluster.adopt(&workers));
+                moved.extend(self.by_these(&of, &workers));
             }
+        }
+        if !moved.is_empty() {
+            // Others that leave are looked after once this pipeline runs.
+            return moved.join(", ");
         }
         if let Some(text) = self.by_others(leaving) {
             return text;
         }
+        past.settle();
         self.without(leaving).unwrap_or_else(|error| {
             let names = list(leaving);
             self.stay.extend_from_slice(leaving);
@@ -428,22 +439,26 @@ impl Recovery {
     /// Divides the layers over the devices of all others.
     fn without(&mut self, workers: &[Name]) -> Result<String> {
         let left: Vec<Device> = self.plan.devices.iter().filter(|device| !is_of(device, workers)).cloned().collect();
-        self.plan.over(left, self.shelf.allocated_bytes())?;
+        self.plan.over(left, self.shelf.host_bytes())?;
         Ok(format!("without {}, split {}", list(workers), pp_engine::split::join(&self.plan.counts)))
     }
 }
 
-/// Bytes of this machine that a pipeline holds.
-fn held(pipeline: &Pipeline) -> u64 {
-    let here = pipeline.reports().iter().filter(|report| report.worker.is_none());
-    here.map(|report| report.allocated_bytes).sum()
+/// Bytes of this machine's memory that a plan's pipeline holds.
+fn held(plan: &Plan, pipeline: &Pipeline) -> u64 {
+    let stages = pipeline.reports().iter().zip(&plan.devices);
+    let here = stages.filter(|(_, device)| device.worker().is_none() && device.is_software());
+    here.map(|(report, _)| report.allocated_bytes).sum()
 }
 
-/// What computes each layer.
-fn kinds(plan: &Plan) -> Vec<(String, &'static str)> {
+/// What decides about bits: what computes each layer, as (device, profile); and where hops are, if they round.
+type Kinds = (Vec<(String, &'static str)>, Option<Vec<usize>>);
+
+fn kinds(plan: &Plan) -> Kinds {
     let kind = |device: &Device| (device.name(), device.profile().name);
     let layers = plan.counts.iter().zip(&plan.devices);
-    layers.flat_map(|(count, device)| std::iter::repeat_n(kind(device), *count)).collect()
+    let layers = layers.flat_map(|(count, device)| std::iter::repeat_n(kind(device), *count)).collect();
+    (layers, (plan.options.wire != Wire::F32).then(|| plan.counts.clone()))
 }
 
 fn list(names: &[Name]) -> String {

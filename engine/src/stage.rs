@@ -207,6 +207,11 @@ impl Stage {
         }
     }
 
+    /// Bytes of the host's memory that its log of what it handed on takes.
+    pub fn boundary_bytes(&self) -> u64 {
+        self.log.as_ref().map_or(0, BoundaryLog::bytes)
+    }
+
     /// What it has kept of what it handed on: pages, with a bit for each row.
     pub fn kept_boundary(&self) -> Vec<(u32, u32)> {
         self.log.as_ref().map_or(Vec::new(), BoundaryLog::pages)

@@ -320,6 +320,45 @@ fn layers_stay_where_they_are_in_another_cut() {
     }
 }
 
+/// What a stage has handed on is kept where its last layer stays its last, and serves a later loss.
+#[test]
+fn what_was_handed_on_outlives_another_cut() {
+    let mut rig = Rig::new("tiny/llama-33", &[9, 8, 16], options(192), &twins(), 1 << 20);
+    let prompt: Vec<u32> = (0..90).map(|i| i * 7 % 250).collect();
+    let request = Request { prompt, max_tokens: 40, ..Request::default() };
+    rig.ask(std::slice::from_ref(&request));
+    let until = |rig: &mut Rig, tokens: usize| {
+        while rig.streamed.values().next().is_none_or(|ids| ids.len() < tokens) {
+            assert!(rig.turn());
+        }
+    };
+    until(&mut rig, 10);
+    rig.lose(&[], Some(&[10, 7, 16]));
+    until(&mut rig, 14);
+    rig.lose(&[2], None);
+    let rebuild = rig.head.rebuild();
+    assert_eq!((rebuild.tokens, rebuild.logged, rebuild.from, rebuild.stage), (103, 103, Some(1), 2));
+    let found = rig.finish();
+    let mut alone = Rig::new("tiny/llama-33", &[33], options(192), &twins(), 0);
+    alone.ask(&[request]);
+    assert_eq!(found, alone.finish());
+}
+
+/// Where hops round rows nothing computed in another cut is used, and the answers go on from their tokens.
+#[test]
+fn keys_of_another_cut_are_not_used_where_hops_round() {
+    let options = StageOptions { wire: pp_engine::wire::Wire::Q8, ..options(192) };
+    let mut rig = Rig::new("tiny/llama-33", &[9, 8, 16], options, &twins(), 0);
+    let prompt: Vec<u32> = (0..90).map(|i| i * 7 % 250).collect();
+    rig.ask(&[Request { prompt, max_tokens: 20, ..Request::default() }]);
+    while rig.streamed.values().next().is_none_or(|ids| ids.len() < 10) {
+        assert!(rig.turn());
+    }
+    rig.lose(&[], Some(&[9, 7, 17]));
+    assert_eq!(rig.head.rebuild().until, 33);
+    assert_eq!(rig.finish()[0].1.len(), 20);
+}
+
 /// Cuts upon cuts, to one stage and back, with tied embeddings and without, with a loss in between.
 #[test]
 fn any_cut_becomes_any_other() {

@@ -1,7 +1,7 @@
 //! Getting hold of the workers that a pipeline names.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -49,9 +49,11 @@ impl Reach {
         Ok(Arc::new(worker))
     }
 
-    /// So many workers of the cluster that nobody has, but these; or as many as there are.
-    pub fn idle(&self, count: usize, but: &[Name]) -> Vec<Arc<Worker>> {
+    /// So many workers of the cluster that nobody has, but these; or as many as there are, or were found until `stop` was
+    /// set.
+    pub fn idle(&self, count: usize, but: &[Name], stop: &AtomicBool) -> Vec<Arc<Worker>> {
         let names = self.here.workers().map(|member| &member.name).filter(|name| !but.contains(name));
+        let names = names.take_while(|_| !stop.load(Ordering::Relaxed));
         names.filter_map(|name| self.lease(name).ok()).take(count).collect()
     }
 }
@@ -130,7 +132,7 @@ impl Cluster {
     /// are, which are not.
     pub fn others(&mut self, count: usize, but: &[Name]) -> Vec<Arc<Worker>> {
         let but: Vec<Name> = self.names.iter().chain(but).cloned().collect();
-        let found = self.reach.idle(count, &but);
+        let found = self.reach.idle(count, &but, cancel::flag());
         if found.len() == count {
             self.adopt(&found);
         }

@@ -24,7 +24,9 @@ const LOOK: Duration = Duration::from_millis(100);
 #[derive(Default)]
 pub struct Prepared {
     /// Members that have loaded layers.
-    pub others: Option<Others>,
+    pub others: Vec<Others>,
+    /// Members that could not.
+    pub failed: Vec<Name>,
     /// Another split.
     pub wish: Option<Wish>,
 }
@@ -66,6 +68,7 @@ impl Drop for Wish {
 pub struct Watch {
     stop: Arc<AtomicBool>,
     prepared: Arc<Mutex<Prepared>>,
+    workers: Vec<Arc<Worker>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -108,10 +111,12 @@ impl Watch {
         let cluster = plan.cluster.as_ref()?;
         let (stop, prepared) = (Arc::<AtomicBool>::default(), Arc::<Mutex<Prepared>>::default());
         let Orders { model, bad, spares, held, stay } = orders;
+        let workers = cluster.workers().to_vec();
+        workers.iter().for_each(|worker| worker.watched());
         let looking = Looking {
             sketch: plan.sketch(),
             model,
-            workers: cluster.workers().to_vec(),
+            workers: workers.clone(),
             reach: cluster.reach().clone(),
             but: cluster.names().iter().cloned().chain(bad).collect(),
             spares,
@@ -125,7 +130,7 @@ impl Watch {
         if let Err(error) = &thread {
             out.note(&format!("the system starts no thread ({error}): draining a worker will not be noticed"));
         }
-        Some(Watch { stop, prepared, thread: thread.ok() })
+        Some(Watch { stop, prepared, workers, thread: thread.ok() })
     }
 
     /// Ends it; what was prepared is for the next pipeline.
@@ -143,6 +148,8 @@ impl Drop for Watch {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+        // The next pipeline has another watch.
+        self.workers.iter().for_each(|worker| worker.stay());
     }
 }
 
@@ -156,8 +163,10 @@ impl Looking {
 
     fn look(&mut self) {
         let name = |worker: &Arc<Worker>| worker.name().parse::<Name>().ok();
-        let is_new = |name: &Name| !self.stay.contains(name);
         let leaving: Vec<Arc<Worker>> = self.workers.iter().filter(|worker| worker.is_draining()).cloned().collect();
+        // Whoever is of use again may be drained again.
+        self.stay.retain(|stays| leaving.iter().any(|worker| worker.name() == stays.as_str()));
+        let is_new = |name: &Name| !self.stay.contains(name);
         let leaving: Vec<(Name, Arc<Worker>)> =
             leaving.into_iter().filter_map(|worker| Some((name(&worker).filter(is_new)?, worker))).collect();
         if let Some((_, first)) = leaving.first() {
@@ -171,7 +180,7 @@ impl Looking {
                     };
                     note = workers.as_ref().map(loaded);
                     let others = workers.map(|workers| Others { of: names.clone(), workers });
-                    self.prepare(|prepared| prepared.others = others);
+                    self.prepare(|prepared| prepared.others.extend(others));
                 }
                 Err(_) if self.stop.load(Ordering::Relaxed) => return,
                 Err(error) => self.out.note(&format!("others cannot take the layers of {}: {error:#}", list(&names))),
@@ -205,7 +214,7 @@ impl Looking {
         if leaving.len() > self.spares {
             return Ok(None);
         }
-        let others = self.reach.idle(leaving.len(), &self.but);
+        let others = self.reach.idle(leaving.len(), &self.but, &self.stop);
         if others.len() < leaving.len() {
             return Ok(None);
         }
@@ -214,7 +223,12 @@ impl Looking {
         self.out.note(&format!("{} is to be drained: {} loads its layers first", list(leaving), list(&names)));
         let between = PipelineOptions { model: Some(self.model.clone()), ..PipelineOptions::default() };
         let Sketch { checkpoint, specs, options, .. } = &self.sketch;
-        Pipeline::preload(checkpoint, specs, *options, &between, &devices, &others, &mut |_, _| {}, &self.stop)?;
+        let loaded =
+            Pipeline::preload(checkpoint, specs, *options, &between, &devices, &others, &mut |_, _| {}, &self.stop);
+        if loaded.is_err() && !self.stop.load(Ordering::Relaxed) {
+            self.prepare(|prepared| prepared.failed.extend(names));
+        }
+        loaded?;
         Ok(Some(others))
     }
 }

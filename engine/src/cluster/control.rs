@@ -255,6 +255,8 @@ pub enum ToHead {
     Busy(Holder),
     /// The answer to a greeting that wants a lease of a worker that drains; also to a head that has one, once it begins to.
     Draining,
+    /// To a head that has the worker: it is not drained any more.
+    Serving,
     /// What this worker makes of the same model and plan, where it is not what the head wants; nothing is loaded.
     Mismatch(Box<Contract>),
     /// Whether the model of the plan is here as a whole.

@@ -128,6 +128,8 @@ struct Shared {
     draining: AtomicBool,
     /// Somebody wants the layers to be divided so: the number of the wish, and the split.
     wish: Mutex<Option<(u64, Vec<u32>)>>,
+    /// Whether anybody looks for it.
+    watched: AtomicBool,
     /// Why the pipeline is to be another one, once that is prepared.
     going: Mutex<Option<Going>>,
     stop: AtomicBool,
@@ -195,6 +197,7 @@ impl Worker {
             gone: Mutex::default(),
             draining: AtomicBool::new(false),
             wish: Mutex::default(),
+            watched: AtomicBool::new(false),
             going: Mutex::default(),
             stop: AtomicBool::new(false),
             origin: Instant::now(),
@@ -430,6 +433,16 @@ impl Worker {
         *locked(&self.shared.going) = Some(why);
     }
 
+    /// The pipeline that it is in need not go any more.
+    pub fn stay(&self) {
+        *locked(&self.shared.going) = None;
+    }
+
+    /// Somebody looks for wishes ([`Worker::wish`]) from now on; until then they are refused.
+    pub fn watched(&self) {
+        self.shared.watched.store(true, Ordering::Relaxed);
+    }
+
     /// What [`Worker::go`] was told last; once.
     pub(crate) fn going(&self) -> Option<Going> {
         locked(&self.shared.going).take()
@@ -493,18 +506,18 @@ impl Shared {
     }
 
     /// Hears the worker until it is gone or nobody has it any more.
-    fn listen(&self, control: &LinkPort, peer: &Peer) {
+    fn listen(&self, link: &LinkPort, peer: &Peer) {
         let mut pinged = Instant::now() - PING;
         while !self.stop.load(Ordering::Relaxed) {
             if pinged.elapsed() >= PING {
                 pinged = Instant::now();
-                let _ = control.send_frame(control::encode(&ToWorker::Ping(self.now())));
+                let _ = link.send_frame(control::encode(&ToWorker::Ping(self.now())));
             }
-            match control.receive_frame(PING / 3) {
+            match link.receive_frame(PING / 3) {
                 Ok(arrival) => {
                     let back = self.now();
                     match control::decode(&arrival.frame) {
-                        Ok(message) => self.hear(message, back),
+                        Ok(message) => self.hear(message, back, link),
                         Err(error) => {
                             let reason = Some(error.to_string());
                             return self.end(WorkerError::Gone { worker: self.name.clone(), reason });
@@ -527,13 +540,26 @@ impl Shared {
         }
     }
 
-    fn hear(&self, message: ToHead, back: Nanos) {
+    fn hear(&self, message: ToHead, back: Nanos, link: &LinkPort) {
         match message {
             ToHead::Pong(sent, there) => return locked(&self.alignment).add(sent, there, back),
             ToHead::Draining => return self.draining.store(true, Ordering::Relaxed),
+            ToHead::Serving => {
+                self.draining.store(false, Ordering::Relaxed);
+                locked(&self.going).take_if(|going| *going == Going::Away);
+                return;
+            }
             ToHead::Welcome(_) | ToHead::Busy(_) => return,
             // The answer to whoever asks for it, and the wish to whoever has the worker.
-            ToHead::Rebalance(number, split) if self.is_lease => return *locked(&self.wish) = Some((number, split)),
+            ToHead::Rebalance(number, split) if self.is_lease => {
+                if self.watched.load(Ordering::Relaxed) {
+                    *locked(&self.wish) = Some((number, split));
+                } else {
+                    let reason = "what runs there does not move its layers while it runs".to_owned();
+                    let _ = link.send_frame(control::encode(&ToWorker::Outcome(number, Err(reason))));
+                }
+                return;
+            }
             ToHead::Done(_)
             | ToHead::Echo(_)
             | ToHead::Health(_)

@@ -302,9 +302,7 @@ impl Session {
         let Some(running) = &self.running else { return };
         if self.server.is_draining() != self.told_draining {
             self.told_draining = !self.told_draining;
-            if self.told_draining {
-                self.say(&ToHead::Draining);
-            }
+            self.say(if self.told_draining { &ToHead::Draining } else { &ToHead::Serving });
         }
         if let Some((number, split)) = self.server.wished().filter(|(number, _)| *number > self.told_wish) {
             self.told_wish = number;

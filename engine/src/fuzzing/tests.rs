@@ -60,6 +60,7 @@ fn the_corpus_of_control_is_borne() {
     let to_head = [
         ToHead::Busy(Holder { head, since: 1_900_000_000, stages: vec![(0, (0, 8), "0".to_owned())] }),
         ToHead::Draining,
+        ToHead::Serving,
         ToHead::Linked(1),
         ToHead::Spans(1, spans),
         ToHead::Beats(vec![Beat { stage: 1, begun: 300, ..Beat::default() }]),

@@ -6,6 +6,7 @@ use crate::pipeline::{Past, Pipeline, StageReport};
 use crate::schedule::cost::{Costs, Held};
 use crate::schedule::{Kept, Rebuild, RequestId};
 use crate::trace::HeadState;
+use crate::wire::Wire;
 
 impl Head {
     /// Ends the pipeline, which has failed or is to be another one, and says what the one in its place needs to know. What
@@ -45,9 +46,14 @@ impl Head {
     /// When the pipeline before was not suspended.
     pub fn recover(&mut self, pipeline: Pipeline, say: &mut dyn FnMut(Event)) -> Rebuild {
         let lost_at = self.lost_at.take().expect("the pipeline before was suspended");
+        let cut = |pipeline: &Pipeline| -> Vec<_> {
+            pipeline.reports().iter().map(|report| report.spec.layers.clone()).collect()
+        };
+        // Where hops round rows, it matters where they are: keys and values of another cut are other ones.
+        let has_pages = pipeline.limits().wire == Wire::F32 || cut(&pipeline) == cut(&self.pipeline);
         let kept = |report: &StageReport| Kept {
             layers: report.spec.layers.clone(),
-            pages: report.kept.clone(),
+            pages: if has_pages { report.kept.clone() } else { 0..0 },
             boundary: report.boundary.clone(),
         };
         let kept: Vec<Kept> = pipeline.reports().iter().map(kept).collect();

@@ -77,7 +77,7 @@ impl Pipeline {
         recorder.shared(&shares);
         let epoch = Arc::new(AtomicU64::new(epoch));
         let digest = between.model.as_ref().map(|model| model.digest);
-        let mut opening = Opening::new(stages, devices, workers(devices), between, events);
+        let mut opening = Opening::new(stages, specs, devices, workers(devices), between, events);
         let after = opening.after;
         let mut supply = opening.supply(checkpoint, between, &links, &tell);
         opening.prepare(checkpoint, between.model.as_ref(), specs, options, &links, &tell, &recorder, &epoch)?;
@@ -158,13 +158,16 @@ impl Pipeline {
         let Draft { stages, links, .. } = Draft::new(checkpoint, specs, options, between, devices)?;
         let (tell, events) = bounded(EVENTS_PER_STAGE * specs.len());
         let recorder = Recorder::new(stages.iter().map(|stage| (stage.place(), stage.layers)));
-        let mut opening = Opening::new(stages, devices, on.to_vec(), between, events);
+        let mut opening = Opening::new(stages, specs, devices, on.to_vec(), between, events);
         // They stay, whatever comes of the others.
         opening.running.keeps = true;
         let mut supply = opening.supply(checkpoint, between, &links, &tell);
         let epoch = AtomicU64::new(0);
         opening.prepare(checkpoint, between.model.as_ref(), specs, options, &links, &tell, &recorder, &epoch)?;
-        opening.wait_until_loaded(supply.as_mut(), progress, cancel).map(drop)
+        let loaded = opening.wait_until_loaded(supply.as_mut(), progress, cancel);
+        // Nobody waits for what is not wanted any more.
+        opening.running.keeps = !cancel.load(Ordering::Relaxed);
+        loaded.map(drop)
     }
 }
 
@@ -256,6 +259,7 @@ impl Links {
 /// A pipeline whose stages are there and not linked yet.
 struct Opening {
     stages: Vec<StageName>,
+    specs: Vec<StageSpec>,
     counters: Vec<Arc<Counters>>,
     events: Receiver<Event>,
     /// The last epoch of the pipeline in whose place it is.
@@ -269,12 +273,14 @@ struct Opening {
 impl Opening {
     fn new(
         stages: Vec<StageName>,
+        specs: &[StageSpec],
         devices: &[Device],
         workers: Vec<Arc<Worker>>,
         between: &PipelineOptions,
         events: Receiver<Event>,
     ) -> Opening {
         Opening {
+            specs: specs.to_vec(),
             counters: stages.iter().map(|_| Arc::default()).collect(),
             running: Running {
                 stop: Arc::default(),
@@ -342,7 +348,12 @@ impl Opening {
             let Ok(event) = self.events.recv_timeout(LOOK) else { continue };
             match self.wrong(event)? {
                 Event::Progress(stage, at) => progress(stage, at),
-                Event::Ready(stage, report) => drop(reports.insert(stage, *report)),
+                Event::Ready(stage, report) => {
+                    // Which layers it has is not for a worker to say.
+                    let spec = self.specs[stage].clone();
+                    let kept = spec.common(&report.kept);
+                    reports.insert(stage, StageReport { spec, kept, ..*report });
+                }
                 Event::Hashing(done, total) => {
                     for stage in self.without_model(supply.as_deref()) {
                         progress(stage, LoadProgress { hashing: Some((done, total)), ..LoadProgress::default() });

@@ -21,6 +21,7 @@ pub struct Key {
     spec: StageSpec,
     options: StageOptions,
     device: String,
+    is_software: bool,
     profile: Profile,
 }
 
@@ -32,6 +33,7 @@ impl Key {
             spec: layout.spec.clone(),
             options: layout.options,
             device: device.id(),
+            is_software: device.is_software(),
             profile: *device.profile(),
         }
     }
@@ -121,9 +123,12 @@ impl Shelf {
         pairs(&all, &keys).into_iter().zip(wanted).map(held).collect()
     }
 
-    /// Bytes that its stages take on their devices.
-    pub fn allocated_bytes(&self) -> u64 {
-        self.kept().iter().map(|(_, kept)| kept.stage.backend().allocated_bytes()).sum()
+    /// Bytes of the host's memory that its stages take: those of software devices, and logs of what they have handed on.
+    pub fn host_bytes(&self) -> u64 {
+        let bytes = |(key, kept): &(Key, Kept)| {
+            kept.stage.boundary_bytes() + if key.is_software { kept.stage.backend().allocated_bytes() } else { 0 }
+        };
+        self.kept().iter().map(bytes).sum()
     }
 
     /// Closes the stage of that place, as if it had been lost; says whether there was one.

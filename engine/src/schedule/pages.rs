@@ -243,6 +243,8 @@ impl Pages {
     }
 
     fn name(&mut self, page: u32, content: Content) -> u64 {
+        // What it was called before, where the page in front of it has another name now.
+        self.forget(page);
         self.serials += 1;
         let p = &mut self.pages[page as usize];
         p.serial = self.serials;

@@ -70,7 +70,7 @@ fn a_worker_that_is_drained_hands_its_layers_over() {
 #[test]
 fn what_is_drained_is_loaded_elsewhere_first() {
     let cluster = Cluster::without_model(&["rig2", "rig3"], &[]);
-    let work = Work::new();
+    let work = Work::of("tiny/llama-33", "11,11,11");
     assert!(work.batch(&cluster.head, "alone.jsonl", &[]).output().unwrap().status.success());
     let more = ["--workers", "local,rig2,local", "--json"];
     let mut head = Running::start(&mut work.batch(&cluster.head, "drained.jsonl", &more));

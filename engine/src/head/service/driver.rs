@@ -65,11 +65,11 @@ impl View {
         }
     }
 
-    fn failed(&mut self, failure: &Failure) {
+    fn failed(&mut self, failure: &Failure, is_wanted: bool) {
         self.schedule = Status { pages: self.schedule.pages, ..Status::default() };
         self.down = Some(failure.clone());
         self.last_failure = Some(failure.clone());
-        self.failures += 1;
+        self.failures += u64::from(!is_wanted);
     }
 
     fn reopened(&mut self, head: &Head) {
@@ -285,7 +285,11 @@ impl Driver {
     /// The pipeline has failed: everybody hears it, and the next one is opened.
     fn failed(&mut self, error: HeadError, events: Vec<Event>) {
         let failure = Failure::of(&error);
-        tracing::error!(reason = %failure.reason, "the pipeline is down");
+        if error.is_wanted() {
+            tracing::warn!(reason = %failure.reason, "the pipeline is to be another one");
+        } else {
+            tracing::error!(reason = %failure.reason, "the pipeline is down");
+        }
         if self.drawn != self.head.drawn() {
             self.fruitless = 0;
         } else if !error.is_wanted() {
@@ -295,7 +299,7 @@ impl Driver {
         let is_worth_it = error.may_be_recovered() && self.fruitless < FRUITLESS_MAX;
         let is_awaited = self.head.recovers() && self.reopen.is_some() && is_worth_it;
         // Whoever hears of it finds it in the view.
-        self.shared.view().failed(&failure);
+        self.shared.view().failed(&failure, error.is_wanted());
         if is_awaited {
             events.into_iter().for_each(|event| self.tell(event));
             self.tell_all(&Notice::Paused(failure.clone()));
