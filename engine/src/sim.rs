@@ -365,4 +365,6 @@ fn note(trace: &mut Trace, since: &mut (HeadState, Nanos), state: HeadState, now
 }
 
 #[cfg(test)]
+mod chaos;
+#[cfg(test)]
 mod tests;

@@ -31,6 +31,11 @@ impl Toy {
         self.stages.iter().map(|stage| stage.tables.len())
     }
 
+    /// The pages of a sequence that a stage knows; none of any other.
+    pub fn table(&self, stage: usize, sequence: u64) -> &[u32] {
+        self.stages[stage].tables.get(&sequence).map_or(&[], Vec::as_slice)
+    }
+
     /// A stage that knows nothing takes the place of one.
     pub fn lose(&mut self, stage: usize) {
         let pages = self.stages[stage].pages.len();
