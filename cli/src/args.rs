@@ -268,6 +268,10 @@ pub struct PipelineArgs {
     /// Most other members of the cluster that take the place of lost ones at once (default: any number)
     #[arg(long, value_name = "N", help_heading = "Pipeline")]
     pub spares: Option<usize>,
+    /// Treat a worker's stage that takes more than three times what it used to, for 32 micro-batches, as lost: another member
+    /// takes its layers, or those that are left, and where nobody can it stays
+    #[arg(long, help_heading = "Pipeline", conflicts_with = "no_recover")]
+    pub replace_stragglers: bool,
     /// Memory of every stage for what it has handed on, such as 512MB: a lost stage is restored from there, and those before
     /// it compute nothing again
     #[arg(long, value_name = "SIZE", default_value = "0", help_heading = "Pipeline")]

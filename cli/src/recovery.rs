@@ -6,6 +6,7 @@
 //! member is taken: that is at most twice what the better choice would have cost, whichever it was. Where there is no
 //! other, the lost ones have `--recover-wait`; then those that are left divide the layers, if their memories allow.
 
+mod stragglers;
 mod watch;
 
 use std::sync::Arc;
@@ -31,6 +32,8 @@ use crate::output::Out;
 use crate::output::progress::Steps;
 use crate::plan::Plan;
 use crate::{cancel, errors};
+pub use stragglers::Straggler;
+use stragglers::Stragglers;
 use watch::{Orders, Others, Prepared, Watch};
 
 /// Between two looks for a worker.
@@ -72,6 +75,7 @@ pub struct Recovery {
     /// Looks after the workers as long as the pipeline runs.
     watch: Option<Watch>,
     happened: Vec<Recovered>,
+    stragglers: Stragglers,
     /// Whether the latest pipeline computes to the bit what the one before did.
     is_same: bool,
     out: Out,
@@ -120,7 +124,7 @@ impl Recovery {
             command::open_pipeline(&plan, Keep { shelf: recovers.then_some(&shelf), past: None, boundary_log }, out)?;
         let seconds = |report: &pp_engine::pipeline::StageReport| report.load_seconds;
         let load_seconds = pipeline.reports().iter().map(seconds).fold(0.0, f64::max);
-        let options = HeadOptions { recovers, ..options };
+        let options = HeadOptions { recovers, replaces_stragglers: args.replace_stragglers, ..options };
         let held = held(&plan, &pipeline);
         let head = Head::new(pipeline, tokenizer, options);
         let mut recovery = Recovery {
@@ -138,6 +142,7 @@ impl Recovery {
             stay: Vec::new(),
             watch: None,
             happened: Vec::new(),
+            stragglers: Stragglers::new(recovers && args.replace_stragglers, out),
             is_same: true,
             out: *out,
         };
@@ -160,6 +165,11 @@ impl Recovery {
     /// What has happened so far.
     pub fn happened(&self) -> &[Recovered] {
         &self.happened
+    }
+
+    /// Stages that took much longer than they used to, so far.
+    pub fn stragglers(&self) -> &[Straggler] {
+        self.stragglers.happened()
     }
 
     /// The plan that runs.
@@ -192,6 +202,7 @@ impl Recovery {
         match self.replace(&error, &past) {
             Ok((pipeline, text)) => {
                 let rebuild = head.recover(pipeline, say);
+                self.stragglers.forget();
                 let replaced_seconds = started.elapsed().as_secs_f64();
                 self.out.note(&format!("{text} after {replaced_seconds:.1} s; {rebuild}"));
                 let layer_tokens = |spec: &StageSpec| rebuild.layer_tokens(spec.index, &spec.layers);
@@ -219,8 +230,9 @@ impl Recovery {
         }
     }
 
-    /// Shows how far it is what a recovery computes again.
+    /// Shows how far it is what a recovery computes again, and tells of stages that take much longer than they used to.
     pub fn tick(&mut self, head: &Head) {
+        self.stragglers.look(head);
         let Some((since, steps)) = &mut self.rebuilding else { return };
         let rebuild = head.rebuild();
         steps.update(rebuild.done, rebuild.tokens);
@@ -243,7 +255,10 @@ impl Recovery {
     /// # Errors
     /// When there is none: why.
     pub fn replace(&mut self, error: &HeadError, past: &Past) -> Result<(Pipeline, String)> {
-        if let HeadError::Pipeline(error @ (PipelineError::Wedged { .. } | PipelineError::Silent { .. })) = error {
+        if let HeadError::Pipeline(
+            error @ (PipelineError::Wedged { .. } | PipelineError::Silent { .. } | PipelineError::Straggler { .. }),
+        ) = error
+        {
             self.distrust(error);
         }
         let Prepared { mut others, failed, wish } = self.watch.take().map(Watch::end).unwrap_or_default();
@@ -306,7 +321,7 @@ impl Recovery {
     /// another, nor one that is gone, which may come back as it should be.
     fn distrust(&mut self, error: &PipelineError) {
         let is_its_own = match error {
-            PipelineError::Wedged { .. } | PipelineError::Silent { .. } => true,
+            PipelineError::Wedged { .. } | PipelineError::Silent { .. } | PipelineError::Straggler { .. } => true,
             PipelineError::Stage { error, .. } => {
                 matches!(error, WorkerError::Step(_) | WorkerError::Canary { .. } | WorkerError::Panic(_))
             }

@@ -24,6 +24,7 @@ use crate::schedule::cost::attended;
 use crate::schedule::{Batch, Choice, Job, Limits, Next, Refused, RequestId, Scheduler, Status};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{HeadSpan, HeadState, Nanos, Recorder, Trace};
+pub use recovery::Slow;
 pub use request::{Answer, Event, FinishReason, Request, Timings, Token, Turn};
 pub use score::Score;
 use text::AnswerText;
@@ -82,6 +83,8 @@ pub struct HeadOptions {
     pub groups: Option<usize>,
     /// Whether what was asked is kept when the pipeline fails, for another one ([`Head::recover`]).
     pub recovers: bool,
+    /// Whether a worker's stage that takes much longer than it used to counts as lost, where it recovers.
+    pub replaces_stragglers: bool,
 }
 
 impl HeadOptions {
@@ -113,6 +116,7 @@ impl Default for HeadOptions {
             prefix_cache: true,
             groups: None,
             recovers: false,
+            replaces_stragglers: false,
         }
     }
 }
@@ -184,6 +188,7 @@ pub struct Head {
     lost_at: Option<Nanos>,
     /// Tokens drawn so far.
     drawn: u64,
+    straggling: recovery::Straggling,
     crossings: probe::Crossings,
 }
 
@@ -207,6 +212,7 @@ impl Head {
             down: None,
             lost_at: None,
             drawn: 0,
+            straggling: recovery::Straggling::default(),
             crossings: probe::Crossings::default(),
         }
     }
@@ -349,6 +355,9 @@ impl Head {
             && let Some(why) = self.pipeline.going()
         {
             return Err(why.into());
+        }
+        if let Some(error) = self.straggles() {
+            return Err(error.into());
         }
         let begun = self.recorder.now();
         // What the caller did in between: with requests running it kept the pipe waiting.

@@ -108,6 +108,8 @@ pub enum PipelineError {
     Wedged { stage: StageName, seconds: u64 },
     #[error("the pipeline is silent: a micro-batch that {stage} should have is not answered within {seconds} s")]
     Silent { stage: StageName, seconds: u64 },
+    #[error("{stage} has taken {times:.1} times what it used to for {steps} micro-batches")]
+    Straggler { stage: StageName, times: f64, steps: usize },
     #[error("{stage} is to go elsewhere: its worker is being drained")]
     Leaving { stage: StageName },
     #[error("the layers are to be divided as {}", crate::split::join(split))]
@@ -153,6 +155,7 @@ impl PipelineError {
             | PipelineError::Stage { stage, .. }
             | PipelineError::Thread { stage, .. }
             | PipelineError::Wedged { stage, .. }
+            | PipelineError::Straggler { stage, .. }
             | PipelineError::Leaving { stage }
             | PipelineError::Silent { stage, .. } => Some(stage),
             _ => None,
@@ -323,6 +326,11 @@ impl Pipeline {
     /// Bounds of what may be sent.
     pub fn limits(&self) -> &MessageLimits {
         &self.limits
+    }
+
+    /// Where the stages are.
+    pub fn stages(&self) -> &[StageName] {
+        &self.stages
     }
 
     /// What each stage said when it was ready.

@@ -14,6 +14,7 @@ pub mod cost;
 mod job;
 pub mod pages;
 mod recovery;
+mod straggler;
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -26,6 +27,8 @@ pub use job::{Batch, Choice, Job, Limits, Next, Part, Refused, RequestId, Status
 use pages::{Pages, Table};
 use recovery::Recovery;
 pub use recovery::{Kept, Rebuild};
+pub use straggler::Straggler;
+use straggler::Watches;
 
 /// Tokens that are not worth a chunk of their own.
 const LEFT_OVER: usize = PAGE / 2;
@@ -94,6 +97,7 @@ pub struct Scheduler {
     names: u64,
     running: usize,
     fits: Fits,
+    watches: Watches,
     /// Tokens of a prompt's chunk at its start, and what chunks are sized after.
     chunk: usize,
     preemptions: u64,
@@ -115,6 +119,7 @@ impl Scheduler {
         Scheduler {
             pages: Pages::new(limits.pages, limits.prefix_cache),
             fits: Fits::new(limits.stages, Vec::new()),
+            watches: Watches::new(limits.stages),
             chunk: limits.batch_tokens,
             limits,
             sequences: BTreeMap::new(),
@@ -551,7 +556,13 @@ impl Scheduler {
     /// A micro-batch of `tokens` tokens took `seconds` on each stage, had it been alone; `overhead` seconds beyond them until the next
     /// could be formed.
     pub fn measured(&mut self, tokens: usize, attended: f64, seconds: &[f64], overhead: f64) {
-        self.fits.add(tokens, attended, seconds, overhead);
+        let learns = self.watches.look(&self.fits, tokens, attended, seconds);
+        self.fits.learn(tokens, attended, seconds, overhead, &learns);
+    }
+
+    /// Stages that take much longer than they used to.
+    pub fn stragglers(&self) -> Vec<Straggler> {
+        self.watches.stragglers()
     }
 
     /// Gives the page space up for a use outside the scheduler: nothing runs, nothing is remembered.

@@ -14,4 +14,5 @@ mod paced;
 pub mod processes;
 mod pull;
 mod recovered;
+mod stragglers;
 mod weights;

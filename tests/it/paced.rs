@@ -1,9 +1,10 @@
 //! Pipelines whose devices only take time: the head, the workers and the links are real.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
+use pp_engine::backend::paced::Pace;
 use pp_engine::head::{FinishReason, Head, HeadOptions, Request};
 use pp_engine::law::{HopCost, Ring, StageCost, slots};
 use pp_engine::layout::{StageOptions, StageSpec};
@@ -166,6 +167,38 @@ fn prefill_reaches_the_law() {
         };
         let share = best(measure, 0.9);
         assert!((0.9..1.05).contains(&share), "P = {stages}, K = {chunks}: {share:.3} of the law");
+    }
+}
+
+/// A device of this machine that becomes slow is named after so many steps and no sooner, until it is as it was; nobody
+/// else can take its place, so it goes on there.
+#[test]
+fn a_stage_that_becomes_slow_is_named_until_it_is_as_it_was() {
+    let checkpoint = checkpoint("tiny/llama-33");
+    let brake = Arc::new(AtomicU32::new(0));
+    let pace = Pace { alpha: 2 * ALPHA, ..Pace::default() };
+    let device = |brake| Device::Paced { pace, profile: Profile::CARD, hold: Arc::default(), brake };
+    let devices = [device(Arc::default()), device(brake.clone())];
+    let (specs, go_on) = (StageSpec::pipeline(&[16, 17]), AtomicBool::new(false));
+    let pipeline = Pipeline::open(&checkpoint, &specs, exact(192), &devices, &mut |_, _| {}, &go_on).unwrap();
+    let options = HeadOptions { recovers: true, replaces_stragglers: true, ..HeadOptions::default() };
+    let mut head = Head::new(pipeline, tokenizer(&checkpoint), options);
+    head.generate(plain(4, 60), &go_on, &mut |_| {}).unwrap();
+    brake.store(9, Ordering::Relaxed);
+    head.submit(plain(4, 130)).unwrap();
+    let before = head.drawn();
+    while head.stragglers().is_empty() {
+        head.turn(Duration::from_millis(50), &go_on, &mut |_| {}).unwrap();
+        assert_eq!(head.running(), 1, "it was not named");
+    }
+    let slow = head.stragglers();
+    assert!(head.drawn() - before >= 32, "named after {} tokens", head.drawn() - before);
+    assert_eq!((slow.len(), slow[0].stage.index, slow[0].stage.layers, slow[0].steps), (1, 1, (16, 33), 32));
+    assert!((8.0..12.0).contains(&slow[0].times), "{}", slow[0]);
+    brake.store(0, Ordering::Relaxed);
+    while !head.stragglers().is_empty() {
+        head.turn(Duration::from_millis(50), &go_on, &mut |_| {}).unwrap();
+        assert_eq!(head.running(), 1, "it was not over");
     }
 }
 

@@ -37,7 +37,7 @@ fn device(percent: u32) -> Device {
         head_alpha: micros(3000),
         head_beta: micros(300),
     };
-    Device::Paced { pace, profile: Profile::CARD, hold: Arc::default() }
+    Device::Paced { pace, profile: Profile::CARD, hold: Arc::default(), brake: Arc::default() }
 }
 
 /// What is measured of devices of these speeds, as a problem without limits of memory.

@@ -54,8 +54,10 @@ fn held_pipeline(hold: &Arc<AtomicBool>, between: &PipelineOptions) -> Pipeline 
     let checkpoint = checkpoint("tiny/llama-33");
     let (alpha, beta) = (Duration::from_millis(3), Duration::ZERO);
     let pace = Pace { alpha, beta, ..Pace::default() };
-    let devices =
-        [Device::paced(alpha, beta, Profile::CARD), Device::Paced { pace, profile: Profile::CARD, hold: hold.clone() }];
+    let devices = [
+        Device::paced(alpha, beta, Profile::CARD),
+        Device::Paced { pace, profile: Profile::CARD, hold: hold.clone(), brake: Arc::default() },
+    ];
     let specs = StageSpec::pipeline(&[17, 16]);
     let go_on = AtomicBool::new(false);
     Pipeline::open_with(&checkpoint, &specs, options(), between, &devices, &mut |_, _| {}, &go_on).unwrap()

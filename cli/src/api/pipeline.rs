@@ -181,6 +181,8 @@ pub struct Stage {
     pub tokens: u64,
     pub sent_bytes: u64,
     pub sequences: u64,
+    /// How many times what it used to take, while that is more than three for 32 micro-batches and more; null else.
+    pub slow_times: Option<f64>,
     /// `running` or `lost`.
     pub state: &'static str,
     /// Why it is lost.
@@ -219,7 +221,7 @@ pub struct Pages {
 impl Pipeline {
     /// As it stands.
     pub fn of(facts: &Facts, standing: &Standing, trace: Option<Summary>) -> Pipeline {
-        let Standing { pipe, schedule, requests, down, last_failure, restarts, is_draining, .. } = standing;
+        let Standing { pipe, schedule, requests, down, last_failure, restarts, is_draining, stragglers, .. } = standing;
         let state = match (down, is_draining) {
             (Some(_), _) => State::Down,
             (None, true) => State::Draining,
@@ -227,8 +229,11 @@ impl Pipeline {
         };
         let lost = down.as_ref().and_then(|failure| failure.stage.as_ref()).map(|stage| stage.index);
         let reason = down.as_ref().map(|failure| printable(&failure.reason));
-        let stage =
-            |index: usize| stage(pipe, index, (lost == Some(index)).then(|| reason.clone().unwrap_or_default()));
+        let slow = |index: usize| stragglers.iter().find(|slow| slow.stage.index == index).map(|slow| slow.times);
+        let stage = |index: usize| Stage {
+            slow_times: slow(index),
+            ..stage(pipe, index, (lost == Some(index)).then(|| reason.clone().unwrap_or_default()))
+        };
         Pipeline {
             object: "pipeline",
             epoch: pipe.number,
@@ -276,6 +281,7 @@ fn stage(pipe: &Pipe, index: usize, lost: Option<String>) -> Stage {
         tokens: counters.tokens.load(Ordering::Relaxed),
         sent_bytes: counters.sent_bytes.load(Ordering::Relaxed),
         sequences: counters.sequences.load(Ordering::Relaxed),
+        slow_times: None,
         state: if lost.is_some() { "lost" } else { "running" },
         reason: lost,
     }

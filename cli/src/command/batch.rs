@@ -27,7 +27,7 @@ use crate::output::progress::Steps;
 use crate::output::{Out, Report};
 use crate::plan::{self, Wanted};
 use crate::prompts::{Form, Prompts};
-use crate::recovery::{Recovered, Recovery};
+use crate::recovery::{Recovered, Recovery, Straggler};
 use crate::report::{StageRow, TokenRow, stage_table};
 use crate::requests::tools::{self, CallIds, ToolCall, ToolUse};
 use crate::requests::{self, Defaults, RequestLine};
@@ -115,6 +115,7 @@ pub fn run(args: &BatchArgs) -> Result<ExitCode> {
         left: total - batch.answered,
         stages: report::stages(head.pipeline()),
         recoveries: recovery.happened().to_vec(),
+        stragglers: recovery.stragglers().to_vec(),
         tokens_per_s: batch.report.tokens as f64 / seconds.max(1e-9),
         ..batch.report
     })?;
@@ -483,6 +484,8 @@ struct BatchReport {
     stages: Vec<StageRow>,
     /// Stages that were lost, and what took their places.
     recoveries: Vec<Recovered>,
+    /// Stages that took much longer than they used to.
+    stragglers: Vec<Straggler>,
 }
 
 impl Report for BatchReport {

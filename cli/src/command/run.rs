@@ -21,7 +21,7 @@ use crate::output::live::Live;
 use crate::output::progress::Steps;
 use crate::plan::{self, Wanted};
 use crate::prompts::{Form, Prompts};
-use crate::recovery::{Recovered, Recovery};
+use crate::recovery::{Recovered, Recovery, Straggler};
 use crate::report::{StageRow, TokenRow, stage_table};
 use crate::settings::{self, PromptSource};
 use crate::{cancel, report};
@@ -211,6 +211,8 @@ struct RunReport {
     stages: Vec<StageRow>,
     /// Stages that were lost, and what took their places.
     recoveries: Vec<Recovered>,
+    /// Stages that took much longer than they used to.
+    stragglers: Vec<Straggler>,
     #[serde(skip_serializing_if = "Option::is_none")]
     logprobs: Option<Vec<TokenRow>>,
 }
@@ -258,6 +260,7 @@ impl RunReport {
             seed: request.sampling.seed,
             stages,
             recoveries: recovery.happened().to_vec(),
+            stragglers: recovery.stragglers().to_vec(),
             logprobs: logprobs.then(|| answer.tokens.iter().map(TokenRow::of).collect()),
             prompt_ids: request.prompt,
             text: answer.text,

@@ -2,7 +2,7 @@
 //! tested on it with real threads and real ports, with more stages than a machine has devices or cores.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use pp_shaders::params::TopK;
@@ -43,6 +43,8 @@ pub struct Paced {
     limits: DeviceLimits,
     /// While it is set nothing finishes.
     hold: Arc<AtomicBool>,
+    /// So many times longer everything takes, beyond what it should.
+    brake: Arc<AtomicU32>,
     programs: Vec<Program>,
     /// Where rows that logits are wanted for are described, and where what was found of them is read.
     outputs: Option<BufferId>,
@@ -61,10 +63,18 @@ struct Waiting {
 
 impl Paced {
     /// A backend whose runs take what `pace` says; one without programs takes no time. Work is laid out as `profile`
-    /// would. While `hold` is set nothing finishes: a device that hangs.
-    pub fn new(pace: Pace, profile: Profile, limits: DeviceLimits, hold: Arc<AtomicBool>) -> Paced {
+    /// would. While `hold` is set nothing finishes: a device that hangs. With a `brake` of n everything takes 1 + n times as
+    /// long.
+    pub fn new(
+        pace: Pace,
+        profile: Profile,
+        limits: DeviceLimits,
+        hold: Arc<AtomicBool>,
+        brake: Arc<AtomicU32>,
+    ) -> Paced {
         Paced {
             hold,
+            brake,
             pace,
             profile,
             limits,
@@ -84,7 +94,7 @@ impl Paced {
         let layers = layers(&self.programs[body.0]);
         let body = pace.alpha + pace.beta * shape.tokens + (pace.layer_alpha + pace.layer_beta * shape.tokens) * layers;
         let heads = programs.iter().skip(1).map(|(_, shape)| pace.head_alpha + pace.head_beta * shape.outputs);
-        body + heads.sum::<Duration>()
+        (body + heads.sum::<Duration>()) * (1 + self.brake.load(Ordering::Relaxed))
     }
 
     /// The results of rows that logits are wanted for: [row, target, 1 / temperature, candidates] each.
@@ -227,7 +237,7 @@ mod tests {
     fn paced() -> Paced {
         let limits = DeviceLimits { binding_bytes: 1 << 30, buffer_bytes: 1 << 30 };
         let pace = Pace { alpha: ALPHA, beta: BETA, ..Pace::default() };
-        Paced::new(pace, Profile::CARD, limits, Arc::default())
+        Paced::new(pace, Profile::CARD, limits, Arc::default(), Arc::default())
     }
 
     #[test]

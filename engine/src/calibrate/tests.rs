@@ -18,7 +18,7 @@ fn tiny() -> (Shape, Vec<usize>) {
 }
 
 fn paced(pace: Pace) -> Device {
-    Device::Paced { pace, profile: Profile::CARD, hold: Default::default() }
+    Device::Paced { pace, profile: Profile::CARD, hold: Default::default(), brake: Default::default() }
 }
 
 /// The same, but for the last bits of numbers that were written as text.

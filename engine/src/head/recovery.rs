@@ -1,12 +1,49 @@
 //! Another pipeline in the place of one that failed, and the answers go on.
 
+use std::fmt;
+use std::sync::Arc;
+
 use super::{Event, FinishReason, Head};
 use crate::layout::StageSpec;
-use crate::pipeline::{Past, Pipeline, StageReport};
+use crate::pipeline::{Past, Pipeline, PipelineError, StageName, StageReport};
 use crate::schedule::cost::{Costs, Held};
-use crate::schedule::{Kept, Rebuild, RequestId};
+use crate::schedule::{Kept, Rebuild, RequestId, Straggler};
 use crate::trace::HeadState;
 use crate::wire::Wire;
+
+/// A stage that takes much longer than it used to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Slow {
+    /// Where it is.
+    pub stage: StageName,
+    /// How many times what it used to take, …
+    pub times: f64,
+    /// … for how many micro-batches.
+    pub steps: usize,
+}
+
+impl fmt::Display for Slow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Slow { stage, times, steps } = self;
+        write!(f, "{stage} has taken {times:.1} times what it used to for {steps} micro-batches")
+    }
+}
+
+/// A worker, and its device.
+type Place = (Option<Arc<str>>, Arc<str>);
+
+/// What was made of stragglers.
+#[derive(Debug, Default)]
+pub(super) struct Straggling {
+    /// The one for which the pipeline was given up.
+    blamed: Option<Place>,
+    /// Those that nobody could take the place of: they stay where they are.
+    endured: Vec<Place>,
+}
+
+fn place(stage: &StageName) -> Place {
+    (stage.worker.clone(), stage.device.clone())
+}
 
 impl Head {
     /// Ends the pipeline, which has failed or is to be another one, and says what the one in its place needs to know. What
@@ -25,6 +62,25 @@ impl Head {
     /// Whether what was asked is kept when the pipeline fails.
     pub fn recovers(&self) -> bool {
         self.options.recovers
+    }
+
+    /// Stages that take much longer than they used to.
+    pub fn stragglers(&self) -> Vec<Slow> {
+        let slow = |Straggler { stage, times, steps }: Straggler| {
+            self.pipeline.stages().get(stage).map(|stage| Slow { stage: stage.clone(), times, steps })
+        };
+        self.scheduler.stragglers().into_iter().filter_map(slow).collect()
+    }
+
+    /// The worker's stage that is to go elsewhere as it takes too long.
+    pub(super) fn straggles(&mut self) -> Option<PipelineError> {
+        if !self.options.replaces_stragglers || !self.options.recovers {
+            return None;
+        }
+        let goes = |slow: &Slow| slow.stage.worker.is_some() && !self.straggling.endured.contains(&place(&slow.stage));
+        let Slow { stage, times, steps } = self.stragglers().into_iter().find(goes)?;
+        self.straggling.blamed = Some(place(&stage));
+        Some(PipelineError::Straggler { stage, times, steps })
     }
 
     /// Since when nothing is to be expected of the pipeline.
@@ -71,6 +127,8 @@ impl Head {
             self.scheduler.forget_costs(self.scheduler.costs().map(elsewhere));
         }
         let rebuild = self.scheduler.recover(limits, pipeline.shares().to_vec(), &kept);
+        let blamed = self.straggling.blamed.take();
+        self.straggling.endured.extend(blamed.filter(|blamed| pipeline.stages().iter().any(|s| place(s) == *blamed)));
         self.pipeline = pipeline;
         self.down = None;
         for request in self.scheduler.too_long() {

@@ -19,7 +19,7 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded, unbounded};
 use thiserror::Error;
 
-use super::{Event, Head, HeadError, Request};
+use super::{Event, Head, HeadError, Request, Slow};
 use crate::pipeline::{Past, Pipeline, StageName, StageReport};
 use crate::schedule::{Limits, Refused, RequestId, Status};
 use crate::trace::{Recorder, Trace};
@@ -167,6 +167,8 @@ pub struct Standing {
     pub schedule: Status,
     /// Requests that were taken and are not answered.
     pub requests: usize,
+    /// Stages that take much longer than they used to.
+    pub stragglers: Vec<Slow>,
     /// Why the pipeline answers nothing now.
     pub down: Option<Failure>,
     /// Why the latest one that failed did, also when another one runs since.

@@ -1,6 +1,6 @@
 //! What a stage can run on.
 
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -42,6 +42,8 @@ pub enum Device {
         profile: Profile,
         /// While it is set nothing finishes.
         hold: Arc<AtomicBool>,
+        /// With n everything takes 1 + n times as long.
+        brake: Arc<AtomicU32>,
     },
     /// A device of a worker elsewhere, which opens it.
     Remote(RemoteDevice),
@@ -51,7 +53,7 @@ impl Device {
     /// A device that only takes time ([`Device::Paced`]): `alpha` for a micro-batch, and `beta` for each of its tokens.
     pub fn paced(alpha: Duration, beta: Duration, profile: Profile) -> Device {
         let pace = Pace { alpha, beta, ..Pace::default() };
-        Device::Paced { pace, profile, hold: Arc::default() }
+        Device::Paced { pace, profile, hold: Arc::default(), brake: Arc::default() }
     }
 
     /// The name, for people.
@@ -159,7 +161,9 @@ impl Device {
         Ok(match self {
             Device::Gpu { adapter, profile, checked } => Box::new(Gpu::open(adapter, *profile, *checked)?),
             Device::Reference { profile } => Box::new(Reference::new(*profile, self.limits().binding_bytes)),
-            Device::Paced { pace, profile, hold } => Box::new(Paced::new(*pace, *profile, self.limits(), hold.clone())),
+            Device::Paced { pace, profile, hold, brake } => {
+                Box::new(Paced::new(*pace, *profile, self.limits(), hold.clone(), brake.clone()))
+            }
             Device::Remote(device) => unreachable!("{device:?} is opened by its worker"),
         })
     }

@@ -87,11 +87,15 @@ impl Costs {
         self.stages.len().saturating_sub(self.shares.iter().map(waiting).sum()).max(1)
     }
 
-    /// Seconds that the slowest stage takes for a micro-batch of `tokens` tokens which attend as [`attended`] says.
-    fn slowest_seconds(&self, tokens: usize, attended: f64) -> f64 {
-        let seconds = |stage: &StageCost| stage.alpha + stage.beta * tokens as f64 + stage.attention * attended;
+    /// Seconds that each stage takes for a micro-batch of `tokens` tokens which attend as [`attended`] says.
+    fn seconds(&self, tokens: usize, attended: f64) -> impl Iterator<Item = f64> {
         let stages = if tokens <= FEW_TOKENS { &self.stages } else { &self.prompts };
-        stages.iter().map(seconds).fold(0.0, f64::max)
+        stages.iter().map(move |stage| stage.alpha + stage.beta * tokens as f64 + stage.attention * attended)
+    }
+
+    /// The same of the slowest stage.
+    fn slowest_seconds(&self, tokens: usize, attended: f64) -> f64 {
+        self.seconds(tokens, attended).fold(0.0, f64::max)
     }
 
     fn slowest(&self, tokens: usize) -> StageCost {
@@ -175,10 +179,15 @@ impl Fits {
     /// A micro-batch of `tokens` tokens took `seconds` on each stage, and `overhead` seconds beyond; `attended` is the sum
     /// of [`attended`] over its parts.
     pub fn add(&mut self, tokens: usize, attended: f64, seconds: &[f64], overhead: f64) {
+        self.learn(tokens, attended, seconds, overhead, &vec![true; seconds.len()]);
+    }
+
+    /// The same, from which only some stages learn.
+    pub fn learn(&mut self, tokens: usize, attended: f64, seconds: &[f64], overhead: f64, learns: &[bool]) {
         if tokens == 0 || seconds.len() != self.stages.len() {
             return;
         }
-        for (fit, seconds) in self.stages.iter_mut().zip(seconds) {
+        for ((fit, seconds), _) in self.stages.iter_mut().zip(seconds).zip(learns).filter(|(_, learns)| **learns) {
             fit.add(padded(tokens), attended, *seconds);
         }
         let each = attended / tokens as f64;
@@ -207,6 +216,11 @@ impl Fits {
         let fitted = costs.slowest_seconds(tokens, attended);
         let is_known = tokens <= 2 * self.tokens;
         Some(if is_known { fitted } else { fitted.max(tokens as f64 * costs.slowest_seconds(1, 1.0)) })
+    }
+
+    /// Seconds that a stage should take alone for a micro-batch of `tokens` tokens, once enough steps were seen.
+    pub fn expected_of(&self, stage: usize, tokens: usize, attended: f64) -> Option<f64> {
+        self.costs.as_ref()?.seconds(tokens, attended).nth(stage)
     }
 
     /// Tokens of the first of the chunks that `tokens` tokens of prompt are best cut into, none larger than `most`.

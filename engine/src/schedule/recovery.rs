@@ -13,6 +13,7 @@ use std::ops::Range;
 use pp_shaders::PAGE;
 
 use super::cost::{Costs, Fits, attended};
+use super::straggler::Watches;
 use super::{Batch, Choice, Flight, Limits, Next, Pages, Part, RequestId, Scheduler};
 use crate::law::Share;
 
@@ -118,7 +119,9 @@ impl Scheduler {
         let is_same_space = space(&limits) == space(&self.limits);
         if limits.stages != self.limits.stages || shares != self.fits.shares() {
             self.fits = Fits::new(limits.stages, shares);
+            self.watches = Watches::new(limits.stages);
         }
+        self.watches.forget();
         let without = std::mem::take(&mut self.recovery).without;
         let expected = self.expected.take();
         let has = |layer: &usize| !without.get(*layer).copied().unwrap_or(false);
@@ -187,6 +190,7 @@ impl Scheduler {
     pub fn forget_costs(&mut self, expected: Option<Costs>) {
         self.fits = Fits::new(self.limits.stages, self.fits.shares().to_vec());
         self.expected = expected;
+        self.watches = Watches::new(self.limits.stages);
     }
 
     /// What the latest recovery computes again.

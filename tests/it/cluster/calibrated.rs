@@ -13,7 +13,7 @@ use crate::support::{checkpoint, exact};
 
 fn slow() -> Device {
     let pace = Pace { layer_alpha: Duration::from_millis(1), head_alpha: Duration::from_millis(5), ..Pace::default() };
-    Device::Paced { pace, profile: Profile::CARD, hold: Default::default() }
+    Device::Paced { pace, profile: Profile::CARD, hold: Default::default(), brake: Default::default() }
 }
 
 #[test]

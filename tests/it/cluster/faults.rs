@@ -51,7 +51,7 @@ fn a_wedged_stage_is_named_and_the_head_goes_on_with_another_pipeline() {
     let hold = Arc::new(AtomicBool::new(false));
     let (alpha, beta) = (Duration::from_millis(4), Duration::ZERO);
     let pace = Pace { alpha, beta, ..Pace::default() };
-    let there = Device::Paced { pace, profile: Profile::CARD, hold: hold.clone() };
+    let there = Device::Paced { pace, profile: Profile::CARD, hold: hold.clone(), brake: Default::default() };
     let cluster = Cluster::new(&checkpoint, vec![vec![there]]);
     let places = [Place::Here(Device::paced(alpha, beta, Profile::CARD)), Place::There(0)];
     let options = StageOptions { sequences: 4, kv_tokens: 4 * 192, ..exact(192) };

@@ -66,6 +66,7 @@ pub fn registry(standing: &Standing) -> Registry {
         registry.register(name, help, sum);
     }
     stages(&mut registry, pipe);
+    stragglers(&mut registry, standing);
     latest(&mut registry, pipe);
     registry
 }
@@ -109,6 +110,17 @@ fn stages(registry: &mut Registry, pipe: &Pipe) {
     registry.register("stage_busy_seconds", "Time that a stage's device worked", busy);
     registry.register("stage_tokens", "Tokens that a stage computed", tokens);
     registry.register("hop_bytes", "Bytes that a stage handed on; hop i leads to stage i, the last to the head", sent);
+}
+
+/// What stages take against what they used to.
+fn stragglers(registry: &mut Registry, standing: &Standing) {
+    let times = Family::<StageLabels, Level>::default();
+    for (stage, _) in (0..).zip(&standing.pipe.counters) {
+        let slow = standing.stragglers.iter().find(|slow| slow.stage.index as u64 == stage);
+        times.get_or_create(&StageLabels { stage }).set(slow.map_or(0.0, |slow| slow.times));
+    }
+    let help = "How many times what it used to take, of a stage that takes much longer than that; 0 else";
+    registry.register("stage_slow_ratio", help, times);
 }
 
 /// Where the latest time went.

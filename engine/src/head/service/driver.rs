@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
 
 use super::{Ask, Failure, Hear, HearProbe, NotReopened, Notice, Pipe, Probe, Reopen, ServiceError, Shared, Standing};
-use crate::head::{Event, Head, HeadError, Request, Turn};
+use crate::head::{Event, Head, HeadError, Request, Slow, Turn};
 use crate::pipeline::{Past, Pipeline};
 use crate::schedule::{RequestId, Status};
 
@@ -29,6 +29,7 @@ pub(super) struct View {
     pipe: Arc<Pipe>,
     schedule: Status,
     requests: usize,
+    stragglers: Vec<Slow>,
     down: Option<Failure>,
     last_failure: Option<Failure>,
     failures: u64,
@@ -41,6 +42,7 @@ impl View {
             pipe: Arc::new(Pipe::of(head, 0)),
             schedule: head.status(),
             requests: 0,
+            stragglers: Vec::new(),
             down: None,
             last_failure: None,
             failures: 0,
@@ -57,6 +59,7 @@ impl View {
             pipe: self.pipe.clone(),
             schedule: self.schedule,
             requests: self.requests,
+            stragglers: self.stragglers.clone(),
             down: self.down.clone(),
             last_failure: self.last_failure.clone(),
             failures: self.failures,
@@ -67,6 +70,7 @@ impl View {
 
     fn failed(&mut self, failure: &Failure, is_wanted: bool) {
         self.schedule = Status { pages: self.schedule.pages, ..Status::default() };
+        self.stragglers.clear();
         self.down = Some(failure.clone());
         self.last_failure = Some(failure.clone());
         self.failures += u64::from(!is_wanted);
@@ -231,6 +235,13 @@ impl Driver {
         self.look_at_probes();
         let mut view = self.shared.view();
         (view.schedule, view.requests) = (self.head.status(), self.head.running());
+        let stragglers = self.head.stragglers();
+        let is_in = |slow: &Slow, all: &[Slow]| all.iter().any(|other| other.stage == slow.stage);
+        stragglers.iter().filter(|slow| !is_in(slow, &view.stragglers)).for_each(|slow| tracing::warn!("{slow}"));
+        for Slow { stage, .. } in view.stragglers.iter().filter(|slow| !is_in(slow, &stragglers)) {
+            tracing::info!("{stage} takes what it used to again");
+        }
+        view.stragglers = stragglers;
         matches!(turned, Ok(Turn::Idle))
     }
 
