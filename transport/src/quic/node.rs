@@ -1,4 +1,4 @@
-//! A host's endpoint: its I/O thread, whom it lets in, and which links lie on which connection.
+//! A host's endpoint: whom it lets in, and which links lie on which connection.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, UdpSocket};
@@ -9,9 +9,10 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, Sender, bounded};
 use quinn::{Connection, Endpoint, Incoming, RecvStream, SendStream};
 use thiserror::Error;
-use tokio::runtime::Handle;
+use tokio::runtime::{Handle, Runtime};
 use tokio::sync::{Semaphore, watch};
 
+use super::drive::Drive;
 use super::line::{Close, Line};
 use super::peer::{DialError, Dialled, Peer};
 use super::port::{LINGER, LinkPort, Shared, Turn};
@@ -80,6 +81,7 @@ pub struct Node {
 /// while a task waits.
 pub(super) struct Inner {
     runtime: Handle,
+    pub(super) drive: Arc<Drive>,
     pub(super) endpoint: Endpoint,
     dialled: Mutex<HashMap<PeerName, Weak<Dialled>>>,
     ports: Mutex<HashMap<LinkId, Arc<Shared>>>,
@@ -108,27 +110,11 @@ impl Node {
         };
         let socket = tuning::socket(listen).map_err(|error| NodeError::Bind { address: listen, error })?;
         let (tell, joined) = bounded(JOINED);
-        let (ready, started) = bounded(1);
-        let run = move || {
-            let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-                Ok(runtime) => runtime,
-                Err(error) => return drop(ready.send(Err(error))),
-            };
-            runtime.block_on(async {
-                match Inner::start(who, socket, server, tell, control) {
-                    Ok(inner) => {
-                        let _ = ready.send(Ok(inner.clone()));
-                        inner.run().await;
-                    }
-                    Err(error) => drop(ready.send(Err(error))),
-                }
-            });
-            // Looking up a name may hang; it is not waited for.
-            runtime.shutdown_background();
-        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(NodeError::Thread)?;
+        let inner = Inner::start(runtime, who, socket, server, tell, control).map_err(NodeError::Thread)?;
+        let life = inner.clone();
+        let run = move || life.drive.keep(life.runtime.spawn(life.clone().run()));
         let thread = std::thread::Builder::new().name("quic".to_owned()).spawn(run).map_err(NodeError::Thread)?;
-        let gone = |_| std::io::Error::other("the I/O thread ended");
-        let inner = started.recv().map_err(gone).flatten().map_err(NodeError::Thread)?;
         Ok(Node { inner, joined, thread: Some(thread) })
     }
 
@@ -208,7 +194,7 @@ impl Node {
 
     /// This end of a link that `peer` will open.
     pub fn expect(&self, id: LinkId, peer: PeerName, limits: LinkLimits) -> LinkPort {
-        let shared = Shared::new(id, limits, peer, false);
+        let shared = Shared::new(id, limits, peer, false, &self.inner);
         self.inner.keep_port(&shared);
         LinkPort::new(shared, None, self.inner.clone())
     }
@@ -233,7 +219,7 @@ impl Node {
         self.inner.runtime.metrics().num_alive_tasks()
     }
 
-    /// Keeps the I/O thread from its work.
+    /// Keeps whoever does the node's work from it.
     pub(super) fn block(&self, time: Duration) {
         self.inner.spawn(async move { std::thread::sleep(time) });
         std::thread::sleep(time);
@@ -251,15 +237,21 @@ impl Drop for Node {
 
 impl Inner {
     fn start(
+        runtime: Runtime,
         who: WhoAmI,
         socket: UdpSocket,
         server: Option<quinn::ServerConfig>,
         joined: Sender<Joined>,
         control: LinkLimits,
     ) -> std::io::Result<Arc<Inner>> {
+        let handle = runtime.handle().clone();
+        let drive = Arc::new(Drive::new(runtime));
+        let entered = handle.enter();
         let endpoint = Endpoint::new(tuning::endpoint(), server, socket, Arc::new(quinn::TokioRuntime))?;
+        drop(entered);
         Ok(Arc::new(Inner {
-            runtime: Handle::current(),
+            runtime: handle,
+            drive,
             endpoint,
             dialled: Mutex::default(),
             ports: Mutex::default(),
@@ -271,7 +263,7 @@ impl Inner {
         }))
     }
 
-    /// The life of the I/O thread.
+    /// The life of the node.
     async fn run(self: Arc<Inner>) {
         self.spawn(self.clone().accept());
         let _ = self.close.subscribe().wait_for(|closed| *closed).await;
@@ -443,7 +435,7 @@ impl Inner {
 
     /// A head has come.
     fn join(self: &Arc<Inner>, line: &Line, id: LinkId) -> Result<Arc<Shared>, &'static str> {
-        let port = Shared::new(id, self.control, line.peer.clone(), false);
+        let port = Shared::new(id, self.control, line.peer.clone(), false, self);
         self.keep_port(&port);
         let control = LinkPort::new(port.clone(), None, self.clone());
         let joined = Joined { control, session: id.session, from: line.connection.remote_address() };

@@ -107,7 +107,7 @@ impl Peer {
     /// Opens a link that the neighbour expects; the control link comes as a surprise.
     pub fn open(&self, id: LinkId, limits: LinkLimits) -> LinkPort {
         let node = &self.0.node;
-        let shared = Shared::new(id, limits, self.0.name.clone(), true);
+        let shared = Shared::new(id, limits, self.0.name.clone(), true, node);
         node.keep_port(&shared);
         let mut now = locked(&self.0.now);
         now.links.retain(|link| !link.is_over());

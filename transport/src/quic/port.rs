@@ -1,15 +1,18 @@
-//! An end of a link for threads: a [`Link`] behind a lock, moved by tasks of the I/O thread.
+//! An end of a link for threads: a [`Link`] behind a lock, moved by the node's tasks.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use quinn::{RecvStream, SendStream, VarInt, WriteError};
 use tokio::sync::Notify;
 
+use super::drive::Drive;
 use super::line::{Close, Line};
-use super::node::Inner;
+use super::node::{CONTROL, Inner};
 use super::peer::Dialled;
+use super::tuning;
 use crate::frame::{Frame, FrameError};
 use crate::identity::PeerName;
 use crate::link::{Decoder, Hello, Link, LinkError, LinkId, LinkLimits, LinkState, Message, SendError};
@@ -17,10 +20,13 @@ use crate::port::{Arrival, Port, PortError};
 
 /// How long a link whose port was dropped may take to bring the neighbour what it still has.
 pub(super) const LINGER: Duration = Duration::from_secs(2);
-/// A timer that is as late as this says that the I/O thread was kept from its work.
+/// A timer that is as late as this says that whoever does the node's work was kept from it.
 const LATE: Duration = Duration::from_millis(10);
 /// What it then needs to read what has come in the meantime.
 const CATCH_UP: Duration = Duration::from_millis(20);
+
+/// A payload over this may not leave at once: what a connection sends before anything is acknowledged.
+const MUCH: usize = tuning::INITIAL_WINDOW as usize;
 
 /// An end of a link to another host. Clones are the same end; the last one that is dropped closes it.
 #[derive(Clone)]
@@ -40,6 +46,7 @@ pub(super) struct Shared {
     pub(super) peer: PeerName,
     /// Whether this end opens the streams.
     pub(super) dials: bool,
+    drive: Arc<Drive>,
     state: Mutex<State>,
     /// Something has changed, for threads.
     changed: Condvar,
@@ -66,6 +73,14 @@ struct State {
     has_reader: bool,
     /// Until when the timer sleeps.
     planned: Option<Instant>,
+    /// Threads that wait while another does the node's work.
+    waiting: usize,
+    /// How often they were woken.
+    woken: u64,
+    /// Wakes the one that does it and waits.
+    waker: Option<Waker>,
+    /// One of them waits for credits.
+    wants_credit: bool,
 }
 
 /// A connection's turn to be the link.
@@ -106,28 +121,9 @@ impl LinkPort {
     /// As [`Port::send`].
     pub fn send_frame(&self, frame: Frame) -> Result<(), PortError> {
         let shared = &self.0.shared;
-        let mut state = shared.lock();
-        loop {
-            if state.is_ended {
-                return Err(PortError::Closed);
-            }
-            let Some(link) = state.link.as_mut() else {
-                state = shared.wait(state);
-                continue;
-            };
-            match link.send(frame.clone()) {
-                Ok(()) => break,
-                Err(SendError::Full { .. }) => state = shared.wait(state),
-                Err(SendError::TooLarge { found, limit }) => {
-                    return Err(FrameError::TooLarge { found, limit }.into());
-                }
-                Err(SendError::Closed) => return Err(PortError::Closed),
-                Err(SendError::Lost { silent }) => return Err(PortError::Lost { silent }),
-            }
-        }
-        let writer = state.writer.clone();
-        drop(state);
-        writer.notify_one();
+        let sent = shared.wait_for(None, true, |state| state.send(&frame));
+        sent.unwrap_or(Err(PortError::Closed))?;
+        shared.write_out(frame.payload.len());
         Ok(())
     }
 
@@ -138,38 +134,12 @@ impl LinkPort {
     pub fn receive_frame(&self, timeout: Duration) -> Result<Arrival, PortError> {
         let shared = &self.0.shared;
         let until = Instant::now().checked_add(timeout);
-        let mut state = shared.lock();
-        loop {
-            if let Some(link) = state.link.as_mut() {
-                if let Some(arrival) = link.take() {
-                    if link.has_ack_due() {
-                        let writer = state.writer.clone();
-                        drop(state);
-                        writer.notify_one();
-                    }
-                    return Ok(arrival);
-                }
-                if link.has_ended() {
-                    return Err(match link.state() {
-                        LinkState::Lost { silent } => PortError::Lost { silent },
-                        _ => PortError::Closed,
-                    });
-                }
-            }
-            if state.is_ended {
-                return Err(PortError::Closed);
-            }
-            state = match until {
-                None => shared.wait(state),
-                Some(until) => {
-                    let left = until.saturating_duration_since(Instant::now());
-                    if left.is_zero() {
-                        return Err(PortError::Timeout { timeout });
-                    }
-                    shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
-                }
-            };
+        let (arrival, is_ack_due) =
+            shared.wait_for(until, false, State::take).ok_or(PortError::Timeout { timeout })??;
+        if is_ack_due {
+            shared.write_out(0);
         }
+        Ok(arrival)
     }
 }
 
@@ -201,20 +171,114 @@ impl Drop for Held {
 }
 
 impl Shared {
-    pub(super) fn new(id: LinkId, limits: LinkLimits, peer: PeerName, dials: bool) -> Arc<Shared> {
+    pub(super) fn new(id: LinkId, limits: LinkLimits, peer: PeerName, dials: bool, node: &Inner) -> Arc<Shared> {
         let link = dials.then(|| Link::new(id, limits, Instant::now()));
         let state = Mutex::new(State { link, ..State::default() });
         let (changed, ends, timer) = (Condvar::new(), Notify::new(), Notify::new());
-        Arc::new(Shared { id, limits, peer, dials, state, changed, ends, timer })
+        let drive = node.drive.clone();
+        Arc::new(Shared { id, limits, peer, dials, drive, state, changed, ends, timer })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Until something changes. Time that passes changes something, too: [`Shared::keep_time`].
-    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+    /// Waits until `look` finds something; nothing if that is not before `until`. A thread that waits for data does the
+    /// node's work meanwhile, if it is the only one. Time that passes changes something, too: [`Shared::keep_time`].
+    fn wait_for<T>(
+        &self,
+        until: Option<Instant>,
+        wants_credit: bool,
+        mut look: impl FnMut(&mut State) -> Option<T>,
+    ) -> Option<T> {
+        let mut state = self.lock();
+        loop {
+            if let Some(found) = look(&mut state) {
+                return Some(found);
+            }
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                return None;
+            }
+            state.wants_credit |= wants_credit;
+            let shift = if self.is_control() { None } else { self.drive.shift_or_wait() };
+            let Some(mut shift) = shift else {
+                state = self.sleep(state, left);
+                continue;
+            };
+            drop(state);
+            let found = std::future::poll_fn(|cx| {
+                let mut state = self.lock();
+                if let Some(found) = look(&mut state) {
+                    return Poll::Ready(found);
+                }
+                state.wants_credit |= wants_credit;
+                state.waker = Some(cx.waker().clone());
+                Poll::Pending
+            });
+            return shift.run(async {
+                match until {
+                    None => Some(found.await),
+                    Some(until) => tokio::time::timeout_at(until.into(), found).await.ok(),
+                }
+            });
+        }
+    }
+
+    /// Until something has changed, while another thread does the node's work, or for so long.
+    fn sleep<'a>(&self, mut state: MutexGuard<'a, State>, left: Option<Duration>) -> MutexGuard<'a, State> {
+        state.waiting += 1;
+        let woken = state.woken;
+        let mut state = match left {
+            None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            Some(left) => self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0,
+        };
+        if state.woken == woken {
+            state.waiting -= 1;
+            if !self.is_control() {
+                self.drive.served(1, false);
+            }
+        }
+        state
+    }
+
+    /// Something has changed for threads that wait, maybe what they wait for is there.
+    fn tell(&self, mut state: MutexGuard<'_, State>, is_there: bool) {
+        state.woken += 1;
+        state.wants_credit = false;
+        let (waiting, waker) = (std::mem::take(&mut state.waiting), state.waker.take());
+        if waiting > 0 && !self.is_control() {
+            self.drive.served(waiting, is_there);
+        }
+        drop(state);
+        if waiting > 0 {
+            self.changed.notify_all();
+        }
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// There is something to write, with a payload of so many bytes: this thread does it, if no other does the node's
+    /// work.
+    fn write_out(&self, bytes: usize) {
+        let writer = self.lock().writer.clone();
+        let Some(mut shift) = self.drive.shift() else { return writer.notify_one() };
+        shift.run(async {
+            writer.notify_one();
+            // Behind what is to be done now.
+            tokio::task::yield_now().await;
+        });
+        if bytes > MUCH {
+            let line = self.lock().line.upgrade();
+            if line.is_some_and(|line| line.connection.stats().path.cwnd < bytes as u64) {
+                shift.hurry();
+            }
+        }
+    }
+
+    fn is_control(&self) -> bool {
+        self.id.link == CONTROL
     }
 
     /// Whether no frame will cross it any more.
@@ -274,8 +338,7 @@ impl Shared {
         let mut state = self.lock();
         state.is_ended = true;
         state.writer.notify_one();
-        drop(state);
-        self.changed.notify_all();
+        self.tell(state, false);
         self.ends.notify_waiters();
         self.timer.notify_one();
     }
@@ -295,8 +358,7 @@ impl Shared {
         // The writer before finds that it has been replaced.
         std::mem::replace(&mut state.writer, call.clone()).notify_one();
         (state.line, state.has_reader) = (Arc::downgrade(line), false);
-        drop(state);
-        self.changed.notify_all();
+        self.tell(state, false);
         self.ends.notify_waiters();
         self.timer.notify_one();
         Some(Turn { generation, call })
@@ -311,11 +373,10 @@ impl Shared {
             link.disconnected(Instant::now(), generation);
         }
         state.writer.notify_one();
-        drop(state);
+        self.tell(state, false);
         if is_current && is_over {
             self.end();
         }
-        self.changed.notify_all();
         self.ends.notify_waiters();
     }
 
@@ -361,9 +422,8 @@ impl Shared {
                 link.handle_timeout(now);
                 let is_over = state.is_over();
                 state.writer.notify_one();
-                drop(state);
                 if is_over {
-                    self.changed.notify_all();
+                    self.tell(state, false);
                     self.ends.notify_waiters();
                 }
             }
@@ -503,6 +563,7 @@ impl Shared {
     fn handle(&self, generation: u64, message: Message) -> Result<(), LinkError> {
         // What else comes asks for nothing to be written.
         let is_answered = matches!(message, Message::Hello(_) | Message::Forgotten { .. } | Message::Bye { .. });
+        let (is_frame, is_ack) = (matches!(message, Message::Frame { .. }), matches!(message, Message::Ack(_)));
         let mut state = self.lock();
         if let Some(link) = state.link.as_mut() {
             link.handle(Instant::now(), generation, message)?;
@@ -511,8 +572,11 @@ impl Shared {
         if is_answered || is_over {
             state.writer.notify_one();
         }
-        drop(state);
-        self.changed.notify_all();
+        // A frame is for who receives, an acknowledgement for who wants to send.
+        let is_wanted = is_frame || is_ack && state.wants_credit;
+        if is_over || is_wanted || !is_ack {
+            self.tell(state, is_wanted);
+        }
         if is_over {
             self.ends.notify_waiters();
         }
@@ -521,6 +585,36 @@ impl Shared {
 }
 
 impl State {
+    /// Gives a frame to the link; nothing as long as there is no credit for it.
+    fn send(&mut self, frame: &Frame) -> Option<Result<(), PortError>> {
+        if self.is_ended {
+            return Some(Err(PortError::Closed));
+        }
+        match self.link.as_mut()?.send(frame.clone()) {
+            Ok(()) => Some(Ok(())),
+            Err(SendError::Full { .. }) => None,
+            Err(SendError::TooLarge { found, limit }) => Some(Err(FrameError::TooLarge { found, limit }.into())),
+            Err(SendError::Closed) => Some(Err(PortError::Closed)),
+            Err(SendError::Lost { silent }) => Some(Err(PortError::Lost { silent })),
+        }
+    }
+
+    /// The next frame, and whether the neighbour is to hear that it was taken.
+    fn take(&mut self) -> Option<Result<(Arrival, bool), PortError>> {
+        if let Some(link) = self.link.as_mut() {
+            if let Some(arrival) = link.take() {
+                return Some(Ok((arrival, link.has_ack_due())));
+            }
+            if link.has_ended() {
+                return Some(Err(match link.state() {
+                    LinkState::Lost { silent } => PortError::Lost { silent },
+                    _ => PortError::Closed,
+                }));
+            }
+        }
+        self.is_ended.then_some(Err(PortError::Closed))
+    }
+
     fn is_over(&self) -> bool {
         let is_final = |link: &Link| matches!(link.state(), LinkState::Lost { .. } | LinkState::Closed);
         self.is_ended || self.link.as_ref().is_some_and(is_final)

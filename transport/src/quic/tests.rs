@@ -6,6 +6,7 @@ mod network;
 mod ports;
 mod refusals;
 mod relay;
+mod turns;
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};

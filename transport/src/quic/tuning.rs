@@ -33,7 +33,7 @@ const CONTROLS: u32 = 16;
 /// Bytes in flight before the first acknowledgement: a token's activations, and what 10 Gbit/s carry in a tenth of a
 /// millisecond. 14 KiB and 1 MiB are no slower and no faster between processes; a larger one only fills the buffers of a
 /// switch.
-const INITIAL_WINDOW: u64 = 128 << 10;
+pub(super) const INITIAL_WINDOW: u64 = 128 << 10;
 /// Bytes that a peer may send on a stream before they are read. Readers always read on, so little of it is ever held;
 /// who sends what nobody can read makes this end hold so much. As fast as four times as much.
 const STREAM_WINDOW: u32 = 4 << 20;
