@@ -3,7 +3,8 @@
 //! The node's runtime is driven by one thread at a time. A thread that waits at a link for data does it itself, so that
 //! a frame takes no way through another thread; and a thread that sends does it for a moment, when nobody else does. The
 //! node's I/O thread does it whenever no other has done it for [`PAUSE`], or when several threads wait: signs of life
-//! never depend on what stages do. It leaves the work when a frame or a credit has come for the only thread that waits,
+//! never depend on what stages do. Payloads that are large are left to it, too: the thread that has or wants them can do
+//! something else meanwhile. It leaves the work when a frame or a credit has come for the only thread that waits,
 //! which may soon wait or send again.
 
 use std::pin::Pin;
@@ -17,8 +18,6 @@ use tokio::task::JoinHandle;
 /// How long the work may lie before the I/O thread takes it: less than what a neighbour would take for a queue on the
 /// way (`congestion`).
 const PAUSE: Duration = Duration::from_millis(1);
-/// The same, where much was sent and may not have left.
-const SHORT: Duration = Duration::from_micros(100);
 
 /// The right to do a node's work, which one thread has at a time.
 pub(super) struct Drive {
@@ -30,7 +29,7 @@ pub(super) struct Drive {
 
 struct Work {
     /// Here as long as nobody does the work.
-    runtime: Option<Box<Runtime>>,
+    runtime: Option<Runtime>,
     /// When it was put here, or taken.
     since: Instant,
     /// How long it may lie here.
@@ -47,15 +46,13 @@ struct Work {
 pub(super) struct Shift<'a> {
     drive: &'a Drive,
     /// Until it is dropped.
-    runtime: Option<Box<Runtime>>,
-    /// How long the work may then lie.
-    pause: Duration,
+    runtime: Option<Runtime>,
 }
 
 impl Drive {
     pub(super) fn new(runtime: Runtime) -> Drive {
         let work = Work {
-            runtime: Some(Box::new(runtime)),
+            runtime: Some(runtime),
             since: Instant::now(),
             pause: Duration::ZERO,
             waiting: 0,
@@ -69,13 +66,30 @@ impl Drive {
         self.work.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A turn for a thread that will wait for data, if nobody else does the work or waits. Without one the thread counts
-    /// as waiting until somebody says that it does not ([`Drive::served`]).
-    pub(super) fn shift_or_wait(&self) -> Option<Shift<'_>> {
+    /// A turn for a thread that will wait for data, if it `may` and nobody else does the work or waits. Without one the
+    /// thread counts as waiting until somebody says that it does not ([`Drive::served`]).
+    pub(super) fn shift_or_wait(&self, may: bool) -> Option<Shift<'_>> {
         let mut work = self.lock();
-        let shift = if work.waiting == 0 { self.take(&mut work) } else { None };
-        work.waiting += usize::from(shift.is_none());
-        shift
+        if may
+            && work.waiting == 0
+            && let Some(shift) = self.take(&mut work)
+        {
+            return Some(shift);
+        }
+        work.waiting += 1;
+        if work.runtime.is_some() {
+            self.called.notify_one();
+        }
+        None
+    }
+
+    /// There is much to do: the I/O thread takes the work at once, if nobody does it.
+    pub(super) fn call(&self) {
+        let mut work = self.lock();
+        work.pause = Duration::ZERO;
+        if work.runtime.is_some() {
+            self.called.notify_one();
+        }
     }
 
     /// A turn for a thread that does not wait, if nobody does the work.
@@ -90,7 +104,7 @@ impl Drive {
         }
         let runtime = work.runtime.take();
         work.since = Instant::now();
-        Some(Shift { drive: self, runtime, pause: PAUSE })
+        Some(Shift { drive: self, runtime })
     }
 
     /// So many threads do not wait any more; `is_there` if what they waited for is.
@@ -162,7 +176,7 @@ impl Drop for Drive {
 }
 
 /// Looking up a name may hang; it is not waited for.
-fn end(runtime: Box<Runtime>) {
+fn end(runtime: Runtime) {
     runtime.shutdown_background();
 }
 
@@ -171,19 +185,14 @@ impl Shift<'_> {
     pub(super) fn run<T>(&mut self, future: impl Future<Output = T>) -> T {
         self.runtime.as_ref().expect("until it is dropped").block_on(future)
     }
-
-    /// Much was sent: what of it may not have left is not for the next turn to wait for.
-    pub(super) fn hurry(&mut self) {
-        self.pause = SHORT;
-    }
 }
 
 impl Drop for Shift<'_> {
     fn drop(&mut self) {
         let Some(runtime) = self.runtime.take() else { return };
         let mut work = self.drive.lock();
-        (work.runtime, work.since, work.pause) = (Some(runtime), Instant::now(), self.pause);
-        let is_called = !work.is_watched || work.waiting > 0 || self.pause < PAUSE;
+        (work.runtime, work.since, work.pause) = (Some(runtime), Instant::now(), PAUSE);
+        let is_called = !work.is_watched || work.waiting > 0;
         drop(work);
         if is_called {
             self.drive.called.notify_one();

@@ -25,7 +25,7 @@ const LATE: Duration = Duration::from_millis(10);
 /// What it then needs to read what has come in the meantime.
 const CATCH_UP: Duration = Duration::from_millis(20);
 
-/// A payload over this may not leave at once: what a connection sends before anything is acknowledged.
+/// Payloads over this are left to the I/O thread; a connection sends so much before anything is acknowledged.
 const MUCH: usize = tuning::INITIAL_WINDOW as usize;
 
 /// An end of a link to another host. Clones are the same end; the last one that is dropped closes it.
@@ -81,6 +81,8 @@ struct State {
     waker: Option<Waker>,
     /// One of them waits for credits.
     wants_credit: bool,
+    /// The latest frame, either way, was large.
+    has_much: bool,
 }
 
 /// A connection's turn to be the link.
@@ -137,7 +139,7 @@ impl LinkPort {
         let (arrival, is_ack_due) =
             shared.wait_for(until, false, State::take).ok_or(PortError::Timeout { timeout })??;
         if is_ack_due {
-            shared.write_out(0);
+            shared.write_out(arrival.frame.payload.len());
         }
         Ok(arrival)
     }
@@ -201,7 +203,7 @@ impl Shared {
                 return None;
             }
             state.wants_credit |= wants_credit;
-            let shift = if self.is_control() { None } else { self.drive.shift_or_wait() };
+            let shift = if self.is_control() { None } else { self.drive.shift_or_wait(!state.has_much) };
             let Some(mut shift) = shift else {
                 state = self.sleep(state, left);
                 continue;
@@ -262,19 +264,21 @@ impl Shared {
     /// There is something to write, with a payload of so many bytes: this thread does it, if no other does the node's
     /// work.
     fn write_out(&self, bytes: usize) {
-        let writer = self.lock().writer.clone();
+        let writer = {
+            let mut state = self.lock();
+            state.has_much = bytes > MUCH;
+            state.writer.clone()
+        };
+        if bytes > MUCH {
+            writer.notify_one();
+            return self.drive.call();
+        }
         let Some(mut shift) = self.drive.shift() else { return writer.notify_one() };
         shift.run(async {
             writer.notify_one();
             // Behind what is to be done now.
             tokio::task::yield_now().await;
         });
-        if bytes > MUCH {
-            let line = self.lock().line.upgrade();
-            if line.is_some_and(|line| line.connection.stats().path.cwnd < bytes as u64) {
-                shift.hurry();
-            }
-        }
     }
 
     fn is_control(&self) -> bool {
@@ -563,8 +567,10 @@ impl Shared {
     fn handle(&self, generation: u64, message: Message) -> Result<(), LinkError> {
         // What else comes asks for nothing to be written.
         let is_answered = matches!(message, Message::Hello(_) | Message::Forgotten { .. } | Message::Bye { .. });
-        let (is_frame, is_ack) = (matches!(message, Message::Frame { .. }), matches!(message, Message::Ack(_)));
+        let is_ack = matches!(message, Message::Ack(_));
+        let frame = if let Message::Frame { frame, .. } = &message { Some(frame.payload.len()) } else { None };
         let mut state = self.lock();
+        state.has_much = frame.map_or(state.has_much, |bytes| bytes > MUCH);
         if let Some(link) = state.link.as_mut() {
             link.handle(Instant::now(), generation, message)?;
         }
@@ -573,9 +579,9 @@ impl Shared {
             state.writer.notify_one();
         }
         // A frame is for who receives, an acknowledgement for who wants to send.
-        let is_wanted = is_frame || is_ack && state.wants_credit;
-        if is_over || is_wanted || !is_ack {
-            self.tell(state, is_wanted);
+        if is_over || !is_ack || state.wants_credit {
+            let is_there = (frame.is_some() || is_ack) && !state.has_much;
+            self.tell(state, is_there);
         }
         if is_over {
             self.ends.notify_waiters();

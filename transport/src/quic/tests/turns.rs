@@ -127,8 +127,8 @@ fn run_at_random(count: u32, seed: u64) {
             let goes = if number % 3 == 2 { FRAMES / 2 } else { FRAMES };
             for (end, port, sends, gets) in [(0, here, goes, goes), (1, there, FRAMES, goes)] {
                 let (port, sending) = (port.clone(), port);
-                scope.spawn(move || send_all(&sending, sends, &mut Random(seed << 32 | 2 * number + end)));
-                scope.spawn(move || take_all(&port, gets, &mut Random(!(seed << 32 | 2 * number + end))));
+                scope.spawn(move || send_all(&sending, sends, &mut Random((seed << 32) | (2 * number + end))));
+                scope.spawn(move || take_all(&port, gets, &mut Random(!((seed << 32) | (2 * number + end)))));
             }
         }
     });
