@@ -88,8 +88,12 @@ pub struct Recovered {
     pub error: String,
     /// What took its place.
     pub by: String,
-    /// Seconds from when that was noticed until another pipeline was there.
+    /// Seconds from when the pipeline was last heard until that was noticed; …
+    pub noticed_seconds: f64,
+    /// … from then until another pipeline was there, …
     pub replaced_seconds: f64,
+    /// … and that the slowest stage took to load at first: what it may take where nothing is loaded.
+    pub load_seconds: f64,
     /// Tokens that were computed again.
     pub tokens: usize,
     /// The same times layers, of each stage.
@@ -198,6 +202,7 @@ impl Recovery {
         // An answer may stand there in the middle of its line.
         self.out.note(&format!("\n{error}; looking for another pipeline"));
         let started = Instant::now();
+        let noticed_seconds = head.noticed_after().unwrap_or_default();
         let past = head.suspend();
         match self.replace(&error, &past) {
             Ok((pipeline, text)) => {
@@ -209,7 +214,9 @@ impl Recovery {
                 self.happened.push(Recovered {
                     error: error.to_string(),
                     by: text,
+                    noticed_seconds,
                     replaced_seconds,
+                    load_seconds: self.load_seconds,
                     tokens: rebuild.tokens,
                     layer_tokens: self.plan.specs.iter().map(layer_tokens).collect(),
                     is_same: self.is_same,

@@ -138,6 +138,11 @@ impl Head {
         rebuild
     }
 
+    /// Seconds from when the pipeline that is down was last heard until that was noticed; nothing while one runs.
+    pub fn noticed_after(&self) -> Option<f64> {
+        self.lost_at.map(|since| self.accounted.saturating_sub(since) as f64 * 1e-9)
+    }
+
     /// What the latest recovery computes again, and how far it is.
     pub fn rebuild(&self) -> Rebuild {
         self.scheduler.rebuild()

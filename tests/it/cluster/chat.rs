@@ -114,5 +114,7 @@ fn a_turn_says_what_was_recovered_meanwhile() {
     assert_eq!([&moved[0]["text"], &moved[1]["text"]], [&alone[0]["text"], &alone[1]["text"]]);
     assert_eq!(moved[0].get("recoveries"), None, "{}", moved[0]);
     let recovery = &moved[1]["recoveries"][0];
+    let seconds = ["noticed_seconds", "replaced_seconds", "load_seconds"].map(|name| recovery[name].as_f64().unwrap());
+    assert!(seconds.iter().all(|seconds| (0.0..100.0).contains(seconds)), "{recovery}");
     assert!(recovery["by"].as_str().is_some_and(|by| by.contains("rig3 in the place of rig2")), "{}", moved[1]);
 }

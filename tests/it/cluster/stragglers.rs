@@ -64,7 +64,9 @@ fn slowed(places: [usize; 2]) -> (Vec<u32>, usize) {
     head.submit(plain(4, ANSWER)).unwrap();
     let error = turn(&mut head).unwrap_err();
     let HeadError::Pipeline(PipelineError::Straggler { stage, times, steps }) = &error else { panic!("{error}") };
-    assert_eq!((stage.index, stage.worker.as_deref(), *steps), (1, Some("w1"), 32), "{error}");
+    assert_eq!((stage.index, stage.worker.as_deref()), (1, Some("w1")), "{error}");
+    // Workers tell of their steps a few at a time.
+    assert!((32..48).contains(steps), "{error}");
     assert!((8.0..12.0).contains(times) && error.may_be_recovered(), "{error}");
     let past = head.suspend();
     head.recover(open(places, Some(past)), &mut |_| {});
