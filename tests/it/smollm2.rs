@@ -263,9 +263,10 @@ fn run_in_chunks(
     for stage in &mut stages {
         let held: Vec<usize> = stage.layout().spec.layers.clone().collect();
         for buffer in held.into_iter().flat_map(|layer| stage.kv_bytes(layer).unwrap()) {
-            // Pages were handed out from the last one on; the free ones hold whatever they held.
-            let page = buffer.len() / options.pages();
-            kv.push(buffer[(options.pages() - start.div_ceil(PAGE)) * page..].to_vec());
+            // Pages were handed out from the last one on; the free ones, and the one behind that no sequence gets, hold
+            // whatever they held.
+            let (pages, page) = (options.pages(), buffer.len() / (options.pages() + 1));
+            kv.push(buffer[(pages - start.div_ceil(PAGE)) * page..pages * page].to_vec());
         }
     }
     assert_eq!(kv.len(), 2 * layers, "keys and values of every layer");
