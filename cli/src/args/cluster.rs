@@ -153,8 +153,9 @@ Examples:
   pp-run cluster rebalance --split 12,18            of the one pipeline that runs
   pp-run cluster rebalance --split 12,18 rig2       of the one that has a stage on rig2
 
-Each stage keeps the layers that it has; those that move are loaded where they go, and keys and values up to the last of
-them computed again from the tokens. Answers pause meanwhile. It ends when the pipeline runs again, or says why it does not.")]
+Each stage keeps the layers that it has; those that move are loaded where they go, and keys and
+values up to the last of them computed again from the tokens. Answers pause meanwhile. It ends when
+the pipeline runs again, or says why it does not.")]
 pub struct RebalanceArgs {
     /// Layers of each stage, as many numbers as stages run
     #[arg(long, value_name = "A,B,…", value_delimiter = ',', required = true)]
