@@ -95,7 +95,12 @@ fn layers_are_divided_otherwise_while_answers_go_on() {
     assert!(work.batch(&cluster.head, "alone.jsonl", &[]).output().unwrap().status.success());
     let rebalance = |split: &'static str| ["cluster", "rebalance", "--split", split];
     let refused = cluster.head.refused(&rebalance("11,10,12"), 5);
-    assert!(refused.contains("there is nothing to divide"), "{refused}");
+    assert!(
+        refused.contains("no worker of this cluster") && refused.contains("there is nothing to divide"),
+        "{refused}"
+    );
+    let refused = cluster.head.refused(&[&rebalance("11,10,12")[..], &["rig2"]].concat(), 5);
+    assert!(refused.contains("rig2 runs no stage"), "{refused}");
     let more = ["--workers", "local,rig2,rig3", "--json"];
     let mut head = Running::start(&mut work.batch(&cluster.head, "moved.jsonl", &more));
     work.wait_for("moved.jsonl", 2);

@@ -46,8 +46,11 @@ pub fn run(args: &RebalanceArgs) -> Result<ExitCode> {
     let held = members.iter().zip(found).filter_map(|(member, holder)| Some((member, holder.ok().flatten()?)));
     let held: Vec<_> = held.collect();
     let Some((member, holder)) = held.first() else {
-        let who = args.name.clone().unwrap_or_else(|| "no worker of this cluster that is within reach".to_owned());
-        return Err(errors::worker(format!("{who} runs a stage: there is nothing to divide")));
+        let nothing = match &args.name {
+            Some(name) => format!("{name} runs no stage"),
+            None => "no worker of this cluster that is within reach runs a stage".to_owned(),
+        };
+        return Err(errors::worker(format!("{nothing}: there is nothing to divide")));
     };
     if let Some((other, of)) = held.iter().find(|(_, other)| other.head != holder.head) {
         return Err(usage(format!(
