@@ -31,6 +31,17 @@ struct Person {
     /// Whether Ctrl-C is a key at the prompt, and no signal.
     with_editor: AtomicBool,
     ending: Arc<AtomicBool>,
+    wake: Arc<AtomicBool>,
+}
+
+/// What happens while a person types.
+#[derive(Clone)]
+pub struct Prompted {
+    /// Set when the program is to end; whoever has it sees to it.
+    pub ending: Arc<AtomicBool>,
+    /// Set when an editor should look up: the program is to end, or Ctrl-C came as a signal. It does where the editor had
+    /// not yet taken the terminal, or between two of its lines.
+    pub wake: Arc<AtomicBool>,
 }
 
 /// What somebody wants.
@@ -52,25 +63,28 @@ pub fn flag() -> &'static AtomicBool {
 
 /// What was to end has ended: the flag waits for the next time. Until then nobody looks at it. Whether it was set.
 pub fn rearm() -> bool {
-    // In this order none is lost: what comes from here on ends the program.
+    // In this order none is lost: what comes from here on wakes the editor, or ends the program.
+    if let Some(person) = PERSON.get() {
+        person.wake.store(false, Ordering::SeqCst);
+    }
     HEEDED.store(false, Ordering::SeqCst);
     CANCEL.swap(false, Ordering::SeqCst)
 }
 
 /// From now on Ctrl-C ends what is under way and never the program, unless it comes twice at a prompt without an editor.
-/// What asks the program to end sets what is returned, too, and whoever has it sees to it; so does the end of the
-/// terminal on stdin, which need not come with a signal, and which an editor may take for a pause.
-pub fn spare_the_program(with_editor: bool) -> Arc<AtomicBool> {
+/// What asks the program to end sets what is returned, too; so does the end of the terminal on stdin, which need not come
+/// with a signal, and which an editor may take for a pause.
+pub fn spare_the_program(with_editor: bool) -> Prompted {
     let person = PERSON.get_or_init(|| {
         std::thread::spawn(|| {
             if is_stdin_gone_at_last() {
                 wish(Wish::Gone);
             }
         });
-        Person { with_editor: AtomicBool::new(with_editor), ending: Arc::default() }
+        Person { with_editor: AtomicBool::new(with_editor), ending: Arc::default(), wake: Arc::default() }
     });
     person.with_editor.store(with_editor, Ordering::SeqCst);
-    person.ending.clone()
+    Prompted { ending: person.ending.clone(), wake: person.wake.clone() }
 }
 
 /// Waits until nobody can type any more. False where that cannot be found out.
@@ -128,7 +142,11 @@ fn wish_of_anybody() {
 
 fn interrupt(person: &Person) {
     let again = CANCEL.swap(true, Ordering::SeqCst);
-    if HEEDED.load(Ordering::SeqCst) || person.with_editor.load(Ordering::SeqCst) {
+    if HEEDED.load(Ordering::SeqCst) {
+        return;
+    }
+    if person.with_editor.load(Ordering::SeqCst) {
+        person.wake.store(true, Ordering::SeqCst);
         return;
     }
     if again {
@@ -142,6 +160,7 @@ fn end(person: &Person, wish: Wish) {
     let again = person.ending.swap(true, Ordering::SeqCst);
     let at_prompt = !HEEDED.load(Ordering::SeqCst);
     CANCEL.store(true, Ordering::SeqCst);
+    person.wake.store(true, Ordering::SeqCst);
     // Neither an editor that has lost its terminal nor a line that is waited for can be woken.
     if at_prompt && (wish == Wish::Gone || !person.with_editor.load(Ordering::SeqCst)) {
         leave();

@@ -25,18 +25,18 @@ pub fn run(args: ChatArgs) -> Result<ExitCode> {
     if !io::stdin().is_terminal() {
         return of_lines(&mut repl);
     }
-    let ending = cancel::spare_the_program(with_editor);
+    let prompted = cancel::spare_the_program(with_editor);
     out.note(&format!("{}; /help lists commands, Ctrl-D leaves", repl.model()));
     if with_editor {
-        let mut editor = Editor::new(history, ending.clone(), out);
-        if let Some(exit) = of_editor(&mut repl, &mut editor, &ending)? {
+        let mut editor = Editor::new(history, prompted.clone(), out);
+        if let Some(exit) = of_editor(&mut repl, &mut editor, &prompted.ending)? {
             return Ok(exit);
         }
         drop(terminal);
         cancel::spare_the_program(false);
         out.note("the terminal does not say where its cursor is: plain lines from here on");
     }
-    of_typed_lines(&mut repl, &ending)
+    of_typed_lines(&mut repl, &prompted.ending)
 }
 
 /// What ends when somebody wanted it to.
@@ -46,15 +46,16 @@ const CANCELLED: u8 = Exit::Cancelled as u8;
 fn of_editor(repl: &mut Repl, editor: &mut Editor, ending: &AtomicBool) -> Result<Option<ExitCode>> {
     let is_ending = || ending.load(Ordering::SeqCst);
     let mut edited = None;
+    cancel::rearm();
     loop {
         // What asks the program to end from now on ends it; what did before is seen here.
-        cancel::rearm();
         if is_ending() {
             return Ok(Some(ExitCode::from(CANCELLED)));
         }
         let replaces = edited.is_some();
         let line = match editor.read(edited.take()) {
             Ok(Read::Line(line)) => line,
+            // A second Ctrl-C may be there already, and counts.
             Ok(Read::Cleared) => continue,
             Ok(Read::Ending) => return Ok(Some(ExitCode::from(CANCELLED))),
             Ok(Read::Leave) => return Ok(Some(ExitCode::SUCCESS)),
@@ -67,6 +68,7 @@ fn of_editor(repl: &mut Repl, editor: &mut Editor, ending: &AtomicBool) -> Resul
             Ok(Next::Leave) => return Ok(Some(ExitCode::SUCCESS)),
             Err(error) => told(error)?,
         }
+        cancel::rearm();
     }
 }
 

@@ -20,6 +20,7 @@ use tempfile::TempDir;
 use super::choices::NAMES;
 use super::commands::COMMANDS;
 use super::conversation::path;
+use crate::cancel::{self, Prompted};
 use crate::models::{Places, models_in};
 use crate::output::{self, LEAVES, Out};
 
@@ -50,6 +51,7 @@ pub struct Editor {
     is_empty: Arc<AtomicBool>,
     /// Whether the latest thing was Ctrl-C at an empty prompt.
     warned: bool,
+    ending: Arc<AtomicBool>,
     /// Of what is given to the user's own editor.
     #[expect(dead_code, reason = "held, not read: it goes with this")]
     folder: Option<TempDir>,
@@ -57,8 +59,8 @@ pub struct Editor {
 }
 
 impl Editor {
-    /// `ending`: set when the program is to end. Without a file the history is forgotten with the program.
-    pub fn new(history: Option<PathBuf>, ending: Arc<AtomicBool>, out: Out) -> Editor {
+    /// Without a file the history is forgotten with the program.
+    pub fn new(history: Option<PathBuf>, prompted: Prompted, out: Out) -> Editor {
         let is_empty = Arc::new(AtomicBool::new(true));
         let mut keys = default_emacs_keybindings();
         keys.add_binding(
@@ -81,7 +83,7 @@ impl Editor {
             .with_hinter(Box::new(hinter))
             .with_history_exclusion_prefix(Some(" ".to_owned()))
             .with_ansi_colors(output::colours())
-            .with_break_signal(ending);
+            .with_break_signal(prompted.wake);
         if let Some(file) = history {
             match open_history(&file) {
                 Ok(history) => line = line.with_history(Box::new(history)),
@@ -94,7 +96,7 @@ impl Editor {
             line = line.with_buffer_editor(editor, file);
             folder = Some(of);
         }
-        Editor { line, is_empty, warned: false, folder, out }
+        Editor { line, is_empty, warned: false, ending: prompted.ending, folder, out }
     }
 
     /// What is typed next; it begins as `text`.
@@ -116,18 +118,27 @@ impl Editor {
                     }
                     return Ok(Read::Line(joined(&line)));
                 }
-                Signal::CtrlC if !self.is_empty.swap(true, Ordering::Relaxed) => return Ok(Read::Cleared),
-                Signal::CtrlC if was_warned => return Ok(Read::Leave),
-                Signal::CtrlC => {
-                    self.warned = true;
-                    self.out.tell(LEAVES);
-                }
                 Signal::ExternalBreak(_) => {
                     output::end_prompt();
-                    return Ok(Read::Ending);
+                    // In this order: what asks for the end behind it wakes the editor anew.
+                    cancel::rearm();
+                    if self.ending.load(Ordering::SeqCst) {
+                        return Ok(Read::Ending);
+                    }
+                    self.line.run_edit_commands(&[EditCommand::Clear]);
                 }
+                Signal::CtrlC => {}
                 _ => return Ok(Read::Leave),
             }
+            // Ctrl-C, as a key or as a signal.
+            if !self.is_empty.swap(true, Ordering::Relaxed) {
+                return Ok(Read::Cleared);
+            }
+            if was_warned {
+                return Ok(Read::Leave);
+            }
+            self.warned = true;
+            self.out.tell(LEAVES);
         }
     }
 }

@@ -72,6 +72,29 @@ fn ctrl_c_ends_an_answer_and_never_the_program() {
 }
 
 #[test]
+fn ctrl_c_counts_where_it_comes_as_a_signal() {
+    // As it does while the editor has not yet taken the terminal, between two of its lines.
+    let home = Home::new();
+    let quick = ["chat", "-m", &toy(), "--device", "reference", "-n", "4"].map(str::to_owned);
+    let terminal = start(&quick, &home);
+    terminal.keys("half a line");
+    terminal.see("half a line", 1);
+    signal(&terminal, "INT");
+    terminal.prompt();
+    signal(&terminal, "INT");
+    terminal.see("Ctrl-C again or Ctrl-D leaves", 1);
+    terminal.prompt();
+    terminal.line("run");
+    terminal.see(CLOSING, 1);
+    terminal.prompt();
+    signal(&terminal, "INT");
+    terminal.see("Ctrl-C again or Ctrl-D leaves", 2);
+    signal(&terminal, "INT");
+    let (code, text) = terminal.end();
+    assert_eq!((code, text.contains("cancelled")), (0, false), "{text}");
+}
+
+#[test]
 fn what_is_typed_while_an_answer_comes_waits_for_the_prompt() {
     let home = Home::new();
     let terminal = start(&[slow(), vec!["-n".to_owned(), "80".to_owned()]].concat(), &home);
