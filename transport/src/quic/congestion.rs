@@ -3,6 +3,11 @@
 //!
 //! As long as less than [`TOLERATED`] of what was sent lately is lost, the window stays. It grows while the round trip is
 //! close to the shortest that was seen, so that it fills no buffer on the way.
+//!
+//! quinn spreads a window over the round trip. A frame that is as large as the window, and goes alone, would be on its way
+//! for another round trip, and one that is smaller is never held up by the window, which would not grow. So what counts as
+//! use of a window is a part of it ([`USED`]): it becomes some times what is sent in a round trip, and a frame leaves in as
+//! small a part of one.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -21,6 +26,8 @@ const DECREASE: f64 = 0.7;
 const INCREASE: u64 = 16;
 /// A round trip that is so much longer than the shortest, and a quarter, has a queue in it.
 const QUEUE: Duration = Duration::from_millis(2);
+/// The part of a window that counts as all of it, where it arrives in a round trip (a frame, then silence).
+const USED: u64 = 8;
 /// Datagrams that may always be in flight.
 const LEAST: u64 = 2;
 
@@ -52,6 +59,29 @@ struct Window {
     /// Bytes that arrived lately, and that were lost.
     arrived: u64,
     lost: u64,
+    round: Round,
+}
+
+/// What arrives of what is sent in a round trip ("pipeACK" of RFC 7661).
+#[derive(Clone, Copy, Debug)]
+struct Round {
+    since: Instant,
+    bytes: u64,
+    /// Of the one before.
+    before: u64,
+}
+
+impl Round {
+    fn arrived(&mut self, now: Instant, sent: Instant, bytes: u64) {
+        self.bytes += bytes;
+        if sent >= self.since {
+            *self = Round { since: now, bytes: 0, before: self.bytes };
+        }
+    }
+
+    fn most(&self) -> u64 {
+        self.bytes.max(self.before)
+    }
 }
 
 impl Window {
@@ -59,15 +89,17 @@ impl Window {
         let mtu = u64::from(mtu);
         // A beginning without losses is taken for granted.
         let arrived = MEMORY / 2 * mtu;
-        Window { limits, mtu, bytes: limits.initial, threshold: u64::MAX, since: now, arrived, lost: 0 }
+        let round = Round { since: now, bytes: 0, before: 0 };
+        Window { limits, mtu, bytes: limits.initial, threshold: u64::MAX, since: now, arrived, lost: 0, round }
     }
 
-    fn arrived(&mut self, sent: Instant, bytes: u64, is_idle: bool, rtt: Duration, shortest: Duration) {
+    fn arrived(&mut self, now: Instant, sent: Instant, bytes: u64, rtt: Duration, shortest: Duration) {
+        self.round.arrived(now, sent, bytes);
         self.arrived += bytes;
         if self.arrived + self.lost > MEMORY * self.mtu {
             (self.arrived, self.lost) = (self.arrived / 2, self.lost / 2);
         }
-        if is_idle || sent <= self.since {
+        if sent <= self.since || self.round.most() < self.bytes / USED {
             return;
         }
         let has_queue = rtt > shortest + shortest / 4 + QUEUE;
@@ -99,8 +131,8 @@ impl Window {
 }
 
 impl Controller for Window {
-    fn on_ack(&mut self, _now: Instant, sent: Instant, bytes: u64, app_limited: bool, rtt: &RttEstimator) {
-        self.arrived(sent, bytes, app_limited, rtt.get(), rtt.min());
+    fn on_ack(&mut self, now: Instant, sent: Instant, bytes: u64, _app_limited: bool, rtt: &RttEstimator) {
+        self.arrived(now, sent, bytes, rtt.get(), rtt.min());
     }
 
     fn on_congestion_event(&mut self, now: Instant, sent: Instant, is_persistent_congestion: bool, lost_bytes: u64) {
@@ -146,19 +178,30 @@ mod tests {
     #[test]
     fn it_doubles_until_there_is_a_queue_and_then_grows_slowly() {
         let (mut window, sent) = window();
+        let now = sent + RTT;
         for wanted in [20_000, 40_000, 80_000] {
-            window.arrived(sent, window.bytes, false, RTT, RTT);
+            window.arrived(now, sent, window.bytes, RTT, RTT);
             assert_eq!(window.bytes, wanted);
         }
         let slow = RTT + RTT / 4 + QUEUE + Duration::from_nanos(1);
-        window.arrived(sent, 80_000, false, slow, RTT);
+        window.arrived(now, sent, 80_000, slow, RTT);
         assert_eq!(window.bytes, 80_000, "a queue is not made longer");
-        window.arrived(sent, 80_000, false, RTT, RTT);
+        window.arrived(now, sent, 80_000, RTT, RTT);
         assert_eq!(window.bytes, 85_000, "a sixteenth");
-        window.arrived(sent, 80_000, true, RTT, RTT);
-        assert_eq!(window.bytes, 85_000, "who has nothing to send learns nothing");
-        (0..100).for_each(|_| window.arrived(sent, 1_000_000, false, RTT, RTT));
+        (0..100).for_each(|_| window.arrived(now, sent, 1_000_000, RTT, RTT));
         assert_eq!(window.bytes, LIMITS.most);
+    }
+
+    #[test]
+    fn frames_that_go_alone_make_it_some_times_what_they_are() {
+        let (mut window, mut sent) = window();
+        for _ in 0..100 {
+            // A frame in datagrams that leave together, and arrive; then nothing for a while.
+            let now = sent + RTT;
+            (0..20).for_each(|_| window.arrived(now, sent, 1000, RTT, RTT));
+            sent = now + 5 * RTT;
+        }
+        assert!((20 * USED..=20 * USED + 1).contains(&(window.bytes / 1000)), "{window:?}");
     }
 
     #[test]
@@ -167,7 +210,7 @@ mod tests {
         window.bytes = 100_000;
         // One in a hundred, for long.
         for _ in 0..1000 {
-            window.arrived(sent, 99_000, true, RTT, RTT);
+            window.arrived(sent + RTT, sent, 99_000, RTT + 2 * QUEUE, RTT);
             window.lost(sent + RTT, sent, false, 1000);
         }
         assert_eq!(window.bytes, 100_000);
@@ -199,8 +242,8 @@ mod tests {
                 let sent = now;
                 now += Duration::from_millis(ms);
                 match kind {
-                    0 => window.arrived(sent, bytes, false, Duration::from_millis(ms), RTT),
-                    1 => window.arrived(sent, bytes, true, RTT, RTT),
+                    0 => window.arrived(now, sent, bytes, Duration::from_millis(ms), RTT),
+                    1 => window.arrived(now, sent, bytes, RTT, RTT),
                     2 => window.lost(now, sent, false, bytes),
                     _ => window.lost(now, sent, true, bytes),
                 }
