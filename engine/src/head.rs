@@ -96,6 +96,7 @@ impl HeadOptions {
             sequences: self.sequences.clamp(1, stages.sequences),
             batch_tokens: self.batch_tokens.clamp(1, stages.tokens),
             outputs: stages.outputs,
+            tile: pipeline.tile(),
             pages: stages.pages,
             context: stages.context,
             in_flight: pipeline.room(),

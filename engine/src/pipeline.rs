@@ -283,6 +283,7 @@ pub struct Pipeline {
     counters: Vec<Arc<Counters>>,
     recorder: Arc<Recorder>,
     shares: Vec<Share>,
+    tile: usize,
     // Dropped before the stages are waited for: whoever waits to hand something on is let go.
     to_first: Box<dyn Port>,
     from_tail: Box<dyn Port>,
@@ -346,6 +347,11 @@ impl Pipeline {
     /// Where the stages write what they did when; its clock began when the pipeline was opened.
     pub fn recorder(&self) -> &Arc<Recorder> {
         &self.recorder
+    }
+
+    /// Tokens that the stages' kernels for prompts compute at once; the most of any stage.
+    pub fn tile(&self) -> usize {
+        self.tile
     }
 
     /// What stages take from each other.

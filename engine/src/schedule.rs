@@ -427,7 +427,8 @@ impl Scheduler {
         let budget = self.chunk.saturating_sub(decode).max(PAGE);
         let all: usize = self.prefilling.iter().map(|choice| self.sequences[choice].left()).sum();
         // A few tokens that would be left over go along.
-        let budget = if all <= budget + LEFT_OVER { all } else { budget }.min(self.limits.batch_tokens - decode);
+        let room = self.limits.batch_tokens - decode;
+        let budget = if all <= budget + LEFT_OVER { all.min(room) } else { self.whole_tiles(decode, budget, room) };
         let Some(oldest) = self.prefilling.first().copied() else { return };
         let mut others: Vec<Choice> = self.prefilling[1..].to_vec();
         others.sort_by_key(|choice| (self.sequences[choice].left(), *choice));
@@ -445,10 +446,29 @@ impl Scheduler {
             };
             let size = if sequence.left() <= size + LEFT_OVER { sequence.left() } else { size.max(PAGE) };
             let count = size.min(share).min(left);
+            let before = decode + batch.prefill_tokens;
+            let count = if count < sequence.left() {
+                self.whole_tiles(before, count, left.min(sequence.left()))
+            } else {
+                count
+            };
             let part = self.part(choice, count);
             left -= count;
             batch.prefill_tokens += count;
             batch.parts.push(part);
+        }
+    }
+
+    /// About `count` tokens of a prompt, at most `most`, that fill whole tiles with `before` other tokens; `count` where
+    /// there are none.
+    fn whole_tiles(&self, before: usize, count: usize, most: usize) -> usize {
+        let tile = self.limits.tile.max(1);
+        let nearest = (before + count + tile / 2) / tile * tile;
+        let above = (before + LEFT_OVER.min(count)).next_multiple_of(tile);
+        let most_whole = (before + most) / tile * tile;
+        match nearest.max(above).min(most_whole).checked_sub(before) {
+            None | Some(0) => count.min(most),
+            Some(whole) => whole,
         }
     }
 

@@ -151,6 +151,15 @@ impl Profile {
         if self.matmul_lanes > 1 { self.matmul_lanes * self.matmul_cols } else { 1 }
     }
 
+    /// Tokens that a workgroup of [`Profile::matmul`] makes at once: as many take as long as the next multiple.
+    pub fn token_tile(&self, act: Act) -> u32 {
+        match act {
+            _ if self.matmul_lanes == 1 => self.matmul_cols,
+            Act::Q8 => TILE,
+            Act::F32 => self.act_lanes(),
+        }
+    }
+
     /// `embed.wgsl`
     pub fn embed(&self, format: Format) -> Variant {
         self.variant(
@@ -239,7 +248,7 @@ impl Profile {
             let sizes =
                 [("TILE", TILE), ("SIDE", TILE_SIDE), ("SEGMENTS", self.segments), ("INTERLEAVE", self.interleave)];
             let variant = self.variant(Kernel::MatmulTileQ8, Some(format), None, None, &sizes);
-            return Product { variant, rows: TILE, tokens: TILE };
+            return Product { variant, rows: TILE, tokens: self.token_tile(act) };
         }
         let sizes = [
             ("LANES", self.matmul_lanes),
@@ -251,7 +260,7 @@ impl Profile {
         Product {
             variant: self.variant(Kernel::MatmulF32, Some(format), None, None, &sizes),
             rows: self.matmul_rows,
-            tokens: self.act_lanes(),
+            tokens: self.token_tile(act),
         }
     }
 

@@ -95,6 +95,7 @@ fn real_stages_in_virtual_time_answer_as_alone() {
             stages: split.len(),
             sequences,
             batch_tokens: random.between(8, 64),
+            tile: 1 << random.between(0, 4),
             outputs: 16,
             pages,
             context: 96,

@@ -57,6 +57,7 @@ pub fn run(args: &SimArgs) -> Result<ExitCode> {
         stages,
         sequences: args.max_sequences,
         batch_tokens: args.max_batch_tokens,
+        tile: 1,
         outputs: args.max_sequences,
         pages: args.kv_tokens.div_ceil(PAGE),
         context: args.ctx,

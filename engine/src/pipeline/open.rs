@@ -111,8 +111,11 @@ impl Pipeline {
         opening.prove(to_first.as_mut(), from_tail.as_mut(), cancel)?;
         opening.running.keeps = false;
         let now = Instant::now();
+        let act = options.activations;
+        let tile = devices.iter().map(|device| device.profile().token_tile(act)).max().unwrap_or(1);
         Ok(Pipeline {
             shares,
+            tile: tile as usize,
             seen: vec![(0, now); opening.stages.len()],
             stages: opening.stages,
             reports,

@@ -26,6 +26,7 @@ pub fn simulate(problem: &Problem, stages: &[Stage], load: &Load) -> Option<Pred
         stages: stages.len(),
         sequences: load.concurrency,
         batch_tokens: load.chunk.max(1),
+        tile: 1,
         outputs: load.concurrency,
         pages: load.concurrency * (context.div_ceil(PAGE) + 1),
         context,

@@ -27,6 +27,8 @@ pub struct Limits {
     pub sequences: usize,
     /// Tokens of a micro-batch.
     pub batch_tokens: usize,
+    /// Tokens that kernels compute at once: a micro-batch of a prompt takes as long as one of the next multiple.
+    pub tile: usize,
     /// Rows of logits of a micro-batch.
     pub outputs: usize,
     /// KV pages of the stage that has fewest.

@@ -5,6 +5,7 @@ fn limits() -> Limits {
         stages: 2,
         sequences: 4,
         batch_tokens: 64,
+        tile: 1,
         outputs: 64,
         pages: 16,
         context: 512,
@@ -209,6 +210,30 @@ fn prompts_ride_along_under_the_budget() {
     let rest = sent(&mut scheduler);
     assert_eq!((rest.decode_tokens, rest.prefill_tokens), (1, 35));
     assert!(rest.parts.iter().all(|part| part.draws));
+}
+
+#[test]
+fn chunks_fill_whole_tiles_with_what_decodes() {
+    let mut scheduler = Scheduler::new(Limits { tile: 8, ..limits() });
+    scheduler.submit(job(4), 0).unwrap();
+    sent(&mut scheduler);
+    answer(&mut scheduler, 1);
+    // About 33 tokens each, as above.
+    scheduler.submit(job(100), 0).unwrap();
+    let sizes: Vec<(usize, usize)> = (0..3)
+        .map(|_| {
+            let batch = sent(&mut scheduler);
+            answer(&mut scheduler, 1);
+            (batch.decode_tokens, batch.prefill_tokens)
+        })
+        .collect();
+    assert_eq!(sizes, [(1, 31), (1, 31), (1, 38)], "the last is as large as it is");
+    // A tile that is larger than what is wanted is filled, one that is larger than all that fits is not looked at.
+    for (tile, first) in [(16, 48), (64, 64), (128, 45)] {
+        let mut scheduler = Scheduler::new(Limits { tile, ..limits() });
+        scheduler.submit(job(136), 0).unwrap();
+        assert_eq!(sent(&mut scheduler).prefill_tokens, first, "tiles of {tile}");
+    }
 }
 
 #[test]

@@ -123,6 +123,7 @@ impl World {
             stages: first.0.len(),
             sequences: random.between(1, 6),
             batch_tokens: random.between(8, 96),
+            tile: 1 << random.between(0, 4),
             outputs: random.between(2, 8),
             pages: random.between(4, 30),
             context: random.between(48, 320),

@@ -17,6 +17,7 @@ fn trace(seed: u64) -> Trace {
         stages: 3,
         sequences: 8,
         batch_tokens: 64,
+        tile: 1,
         outputs: 8,
         pages: 256,
         context: 512,
