@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::cli::{PROMPT, model, object};
+use crate::cli::{PROMPT, model, object, program};
 use client::{Response, Server};
 
 fn tied(options: &[&str]) -> Server {
@@ -30,6 +30,21 @@ pub(crate) fn eventually(what: &str, is_so: impl Fn() -> bool) {
     while !is_so() {
         assert!(Instant::now() < until, "{what}");
         std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_software_driver_of_one_thread_has_none_of_its_own() {
+    let m = model("tiny/llama-tied");
+    for (threads, has) in [("1", false), (" 1 ", false), ("2", true)] {
+        let mut command = program(&["serve", "--port", "0", "--json", "--quiet", "-m", &m]);
+        let server = Server::spawn(command.env("LP_NUM_THREADS", threads));
+        let folder = format!("/proc/{}/task", server.id());
+        let names = std::fs::read_dir(&folder).expect("it runs").flatten();
+        let mut names = names.map(|task| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default());
+        assert_eq!(names.any(|name| name.starts_with("llvmpipe-")), has, "LP_NUM_THREADS={threads:?}");
+        server.post("/v1/chat/completions", &chat(json!({"max_tokens": 2}))).ok();
     }
 }
 

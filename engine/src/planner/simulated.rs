@@ -7,9 +7,12 @@ use crate::law::HopCost;
 use crate::schedule::Limits;
 use crate::sim::load::{Load as Requests, Request};
 use crate::sim::{Nothing, Pipe, run};
+use crate::trace::Nanos;
 
 /// Ids of made-up prompts.
 const VOCAB: u32 = 1 << 15;
+/// When the second ones come: eleven days behind the first, which have ended by then.
+const LATER: Nanos = 1_000_000_000_000_000;
 
 /// As [`super::predict`], by the simulator: the same scheduler over stages that take what α + βb and attention fit of
 /// their curves. Nothing where it comes to nothing.
@@ -35,13 +38,17 @@ pub fn simulate(problem: &Problem, stages: &[Stage], load: &Load) -> Option<Pred
         prefix_cache: false,
         groups: None,
     };
-    let request = |_| Request { prompt: vec![0; load.prompt.max(1)], output: load.answer.max(2), ..Request::default() };
-    let mut requests = Requests::new(limits, (0..load.concurrency).map(request).collect(), VOCAB);
+    // The scheduler learns from the first ones what the stages cost, as that of a pipeline has that runs for a while.
+    let request =
+        |at| Request { at, prompt: vec![0; load.prompt.max(1)], output: load.answer.max(2), ..Request::default() };
+    let all = [0, LATER].iter().flat_map(|at| (0..load.concurrency).map(|_| request(*at))).collect();
+    let mut requests = Requests::new(limits, all, VOCAB);
     run(&pipe, &mut requests, &mut Nothing, u64::MAX).ok()?;
+    let outcomes = &requests.outcomes()[load.concurrency..];
     let mut first: Vec<f64> =
-        requests.outcomes().iter().filter_map(|outcome| Some(outcome.first? as f64 * 1e-9)).collect();
+        outcomes.iter().filter_map(|outcome| Some(outcome.first?.checked_sub(LATER)? as f64 * 1e-9)).collect();
     first.sort_by(f64::total_cmp);
-    let each = requests.outcomes().iter().filter_map(|outcome| {
+    let each = outcomes.iter().filter_map(|outcome| {
         let more = outcome.answers.first()?.len().checked_sub(1)?;
         Some((outcome.last? - outcome.first?) as f64 * 1e-9 / more as f64)
     });
