@@ -105,10 +105,14 @@ pub fn expected(problem: &Problem, stages: &[Stage], load: &Load) -> Prediction 
     };
     let groups = costs.best_groups(load.concurrency.max(1));
     let found = prediction(problem, stages, load, groups, round(problem, stages, load, groups));
-    // How prompts are packed and mixed is the scheduler's affair.
+    // How prompts are packed and mixed is the scheduler's affair. Stages that share what computes are slower than simulated.
     let simulated = (load.concurrency > 1).then(|| simulate(problem, stages, load)).flatten();
-    let first = simulated.map_or(0.0, |simulated| simulated.first_token_seconds);
-    Prediction { first_token_seconds: found.first_token_seconds.max(first), ..found }
+    let first_token_seconds = match simulated.map(|simulated| simulated.first_token_seconds) {
+        Some(first) if costs.shares.is_empty() => first,
+        Some(first) => found.first_token_seconds.max(first),
+        None => found.first_token_seconds,
+    };
+    Prediction { first_token_seconds, ..found }
 }
 
 fn prediction(problem: &Problem, stages: &[Stage], load: &Load, groups: usize, round: f64) -> Prediction {

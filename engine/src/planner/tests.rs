@@ -366,6 +366,12 @@ fn the_law_of_the_ring_is_what_is_predicted() {
     // The scheduler would take as many groups.
     let expected = expected(&problem, &stages, &load);
     assert_eq!((expected.groups, expected.seconds_per_token), (found.groups, found.seconds_per_token));
+    // First tokens of several are those of its scheduler, which does not put all prompts into one chunk.
+    let short = Load { concurrency: 4, prompt: 32, chunk: 128, ..load };
+    let first = |prediction: Prediction| prediction.first_token_seconds;
+    let simulated = first(simulate(&problem, &stages, &short).unwrap());
+    assert_eq!(first(super::expected(&problem, &stages, &short)), simulated);
+    assert!(simulated < first(predict(&problem, &stages, &short)), "{simulated}");
     // A prompt of 40 tokens in chunks of 16: three micro-batches, the last one shorter.
     let [large, small] = [16.0, 8.0].map(|tokens| 0.004 + 2e-3 * tokens);
     let wanted = 4.0 * large + large + small;
