@@ -165,7 +165,8 @@ impl Scheduler {
         let logged = self.recovery.waiting.iter().filter(|replay| replay.is_logged);
         let logged = logged.map(|replay| replay.tokens.len() - replay.at).sum();
         self.recovery.without = if tokens > 0 { without } else { Vec::new() };
-        self.recovery.chunk = self.fits.first_chunk(tokens, limits.batch_tokens).clamp(1, limits.batch_tokens);
+        let chunk = self.fits.first_chunk(tokens, limits.batch_tokens).clamp(1, limits.batch_tokens);
+        self.recovery.chunk = self.whole_tiles(0, chunk, limits.batch_tokens);
         let layers = &kept[stage].layers;
         self.recovery.last_share = until.saturating_sub(layers.start) as f64 / layers.len().max(1) as f64;
         self.recovery.rebuild =

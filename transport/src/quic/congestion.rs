@@ -202,6 +202,12 @@ mod tests {
             sent = now + 5 * RTT;
         }
         assert!((20 * USED..=20 * USED + 1).contains(&(window.bytes / 1000)), "{window:?}");
+        let before = window.bytes;
+        for _ in 0..100 {
+            window.arrived(sent + RTT, sent, 1000, RTT, RTT);
+            sent += 5 * RTT;
+        }
+        assert_eq!(window.bytes, before, "who has little to send learns nothing");
     }
 
     #[test]

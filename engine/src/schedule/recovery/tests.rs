@@ -17,7 +17,7 @@ fn limits(stages: usize, pages: usize, prefix_cache: bool) -> Limits {
         stages,
         sequences: 4,
         batch_tokens: 48,
-        tile: 1,
+        tile: 8,
         outputs: 8,
         pages,
         context: 256,
