@@ -28,7 +28,7 @@ const TRACED: usize = 8;
 /// Tokens of the prompt whose time counts.
 const PROMPT: usize = 512;
 /// Layers of SmolLM2 by stage. The last one has the LM head, which is worth eleven layers to a token that is drawn and
-/// nothing to the others of a prompt: what is best for answers (`plan --optimize throughput` takes it) is not for prompts.
+/// nothing to the others of a prompt: what is best for answers (`plan --max-sequences 8` takes it) is not for prompts.
 const SPLITS: [&str; 3] = ["19,11", "15,15", "9,8,8,5"];
 const CODE: &str = "stages-of-one-thread-on-the-loopback";
 

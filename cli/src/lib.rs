@@ -69,7 +69,8 @@ pub fn main() -> ExitCode {
 /// orders nothing for us, so it is switched off there.
 ///
 /// Its software driver, told to compute with one thread, hands that thread every dispatch and waits for it to wake. Told
-/// to do without, it computes on the thread that waited: one thread as before, and a third more tokens a second.
+/// to do without, it computes on the thread that waited: one thread as before, and a third more tokens a second where one
+/// request decodes.
 fn set_up_mesa() {
     const THREADS: &str = "LP_NUM_THREADS";
     let set = |name, value| {
