@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 pub use chunks::{best_chunks, chunks, prefill};
 pub use curve::{Curve, SIZES, padded};
 pub use fit::Fit;
-pub use share::{Share, Use, alone_seconds, shares};
+pub use share::{Share, Use, alone_seconds, crowding, shares};
 
 /// What a stage takes for x tokens behind a context of L: α + βx + a(2Lx + x²).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -130,13 +130,13 @@ impl Ring<'_> {
         through(self.stages, self.hops, b) + self.back.seconds(b) + self.sampling
     }
 
-    /// max(t_max, s_max, t_s, Σwt/C of each share): seconds between two groups at best.
+    /// max(t_max, s_max, t_s, each [`Share::seconds`]): seconds between two groups at best.
     pub fn pace(&self, b: f64) -> f64 {
         let shared = self.shared(|stage| stage.step(b)).fold(self.sampling, f64::max);
         pace(self.stages, self.hops, b).max(self.back.occupied(b)).max(shared)
     }
 
-    /// Σwt/C: seconds that what is shared takes for all its stages' work, where each takes `seconds` alone.
+    /// Seconds that what is shared takes for all its stages' work, where each takes `seconds` alone.
     fn shared(&self, seconds: impl Fn(&StageCost) -> f64) -> impl Iterator<Item = f64> {
         self.shares.iter().map(move |share| share.seconds(|stage| self.stages.get(stage).map_or(0.0, &seconds)))
     }
@@ -164,8 +164,8 @@ impl Ring<'_> {
         (groups * (1.0 - 1e-12)).ceil().max(1.0) as usize
     }
 
-    /// R = max(L(⌈D/M⌉), max(Mα + βD), sD, Σw(Mα + βD)/C): seconds of a round of D `sequences` in M `groups` that are as
-    /// equal as can be; the largest goes round the slowest.
+    /// R = max(L(⌈D/M⌉), max(Mα + βD), sD, each [`Share::seconds`] of Mα + βD): seconds of a round of D `sequences` in M
+    /// `groups` that are as equal as can be; the largest goes round the slowest.
     pub fn round_of(&self, sequences: usize, groups: usize) -> f64 {
         let (d, m) = (sequences as f64, groups as f64);
         let all_groups = |stage: &StageCost| m * stage.alpha + d * stage.beta;

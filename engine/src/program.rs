@@ -36,7 +36,8 @@ pub enum Grid {
     },
     /// The count along x.
     Each,
-    /// `workgroups` along x (and z, beyond [`Grid::X_MAX`]), the count in tiles of `tokens` along y.
+    /// The count in tiles of `tokens` along x, `workgroups` along y (and z, beyond [`Grid::Y_MAX`]): what starts one
+    /// after the other reads the same weights, which are in a cache then, and not the whole matrix for every tile.
     Rows {
         /// Workgroups that the rows take.
         workgroups: u32,
@@ -61,8 +62,8 @@ pub enum Grid {
 }
 
 impl Grid {
-    /// Workgroups along x before z is used; every adapter takes 65535.
-    pub const X_MAX: u32 = 32768;
+    /// Workgroups along y before z is used; every adapter takes 65535.
+    pub const Y_MAX: u32 = 32768;
 }
 
 /// The numbers of one step.
@@ -141,7 +142,7 @@ impl Op {
             Grid::Flat { items, workgroup } => [items.div_ceil(workgroup), count, 1],
             Grid::Each => [count, 1, 1],
             Grid::Rows { workgroups, tokens } => {
-                [workgroups.min(Grid::X_MAX), count.div_ceil(tokens), workgroups.div_ceil(Grid::X_MAX)]
+                [count.div_ceil(tokens), workgroups.min(Grid::Y_MAX), workgroups.div_ceil(Grid::Y_MAX)]
             }
             Grid::Tiles { heads } => [shape.tiles, heads, 1],
             Grid::Splits { x } => [x, shape.splits, count],

@@ -81,7 +81,7 @@ impl Profile {
     pub const SOFTWARE: Profile = Profile {
         name: "software",
         segments: 1,
-        interleave: 64,
+        interleave: 32,
         wide: true,
         shared: true,
         matvec_sums: 32,

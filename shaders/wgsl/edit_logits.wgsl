@@ -27,7 +27,7 @@ const NONE = 0xffffffffu;
 
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
-    let i = workgroup.y * WORKGROUP + thread;
+    let i = workgroup.x * WORKGROUP + thread;
     if i >= p.tokens {
         return;
     }

@@ -31,8 +31,8 @@ fn main(
     @builtin(num_workgroups) workgroups: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
 ) {
-    let row0 = (workgroup.x + workgroup.z * workgroups.x) * ROWS;
-    let tile = workgroup.y;
+    let row0 = (workgroup.y + workgroup.z * workgroups.y) * ROWS;
+    let tile = workgroup.x;
     let last_row = p.rows - 1u;
 
     var sum: array<f32, OUTPUTS>;

@@ -40,8 +40,8 @@ fn main(
     @builtin(num_workgroups) workgroups: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
-    let row0 = (workgroup.x + workgroup.z * workgroups.x) * TILE;
-    let tile = workgroup.y;
+    let row0 = (workgroup.y + workgroup.z * workgroups.y) * TILE;
+    let tile = workgroup.x;
     let my_row = thread / ACROSS;
     let my_token = thread % ACROSS;
 

@@ -52,8 +52,8 @@ fn main(
 ) {
     let lane = thread % SEGMENTS;
     let group = thread / SEGMENTS;
-    let row0 = (workgroup.x + workgroup.z * workgroups.x) * GROUPS * ROWS + group;
-    let token0 = workgroup.y * COLS;
+    let row0 = (workgroup.y + workgroup.z * workgroups.y) * GROUPS * ROWS + group;
+    let token0 = workgroup.x * COLS;
     let last_row = p.rows - 1u;
     let length = segment_length(p.blocks, lane);
     let first = segment_first(p.blocks, lane);

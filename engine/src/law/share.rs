@@ -25,9 +25,17 @@ pub struct Share {
 }
 
 impl Share {
-    /// Σwt/C: seconds that work takes of which each stage has `seconds` alone, if nothing else held it up.
+    /// max(Σwt/C, max_i(t_i + Σ_j max(0, (w_i + w_j)/C − 1)·t_j)), j ≠ i: seconds that work takes of which each stage has
+    /// `seconds` alone, if nothing else held it up. Shares are fair: while another computes, one that always has work
+    /// gets on by less, even if there is enough for the work of both. Exact for two stages.
     pub fn seconds(&self, seconds: impl Fn(usize) -> f64) -> f64 {
-        self.stages.iter().map(|(stage, weight)| weight * seconds(*stage)).sum::<f64>() / self.capacity
+        let of_capacity = |(stage, weight): &(usize, f64)| (weight / self.capacity, seconds(*stage));
+        let all: Vec<(f64, f64)> = self.stages.iter().map(of_capacity).collect();
+        let beside = |i: usize| {
+            let others = all.iter().enumerate().filter(|(j, _)| *j != i);
+            all[i].1 + others.map(|(_, (share, seconds))| crowding(all[i].0, *share) * seconds).sum::<f64>()
+        };
+        (0..all.len()).map(beside).fold(all.iter().map(|(share, seconds)| share * seconds).sum(), f64::max)
     }
 
     /// How many of the stages can compute at once without being in each other's way, at least one; those that take least.
@@ -53,6 +61,12 @@ impl Share {
         let taken: f64 = self.stages.iter().filter(|(stage, _)| busy(*stage)).map(|(_, weight)| weight).sum();
         (taken / self.capacity).max(1.0)
     }
+}
+
+/// max(0, s + s' − 1): the seconds that each of two who take these shares loses for a second of the other's work, while both
+/// compute.
+pub fn crowding(share: f64, other: f64) -> f64 {
+    (share + other - 1.0).max(0.0)
 }
 
 /// What the stages of a pipeline share, by what each uses. Amounts that are none (negative, not finite) are left out, and

@@ -102,6 +102,49 @@ fn ring_round(ring: &Ring, sizes: &[usize]) -> f64 {
     (ready[0] - half) / (rounds / 2) as f64
 }
 
+/// As [`ring_round`] without hops, where stages whose parts of something are `parts` compute at fair shares.
+fn crowded_round(times: &[f64], parts: &[f64], groups: usize) -> f64 {
+    let rounds = 200;
+    let mut queues = vec![std::collections::VecDeque::new(); times.len()];
+    queues[0].extend(0..groups);
+    let mut left = times.to_vec();
+    let (mut now, mut half, mut done) = (0.0, 0.0, 0);
+    while done < rounds {
+        let busy: Vec<usize> = (0..times.len()).filter(|stage| !queues[*stage].is_empty()).collect();
+        let slowdown = busy.iter().map(|stage| parts[*stage]).sum::<f64>().max(1.0);
+        let next = busy.iter().map(|stage| left[*stage]).fold(f64::INFINITY, f64::min);
+        now += next * slowdown;
+        for stage in busy {
+            left[stage] -= next;
+            if left[stage] <= 1e-12 {
+                let group = queues[stage].pop_front().unwrap();
+                left[stage] = times[stage];
+                queues[(stage + 1) % times.len()].push_back(group);
+                if stage + 1 == times.len() && group == 0 {
+                    done += 1;
+                    half = if done == rounds / 2 { now } else { half };
+                }
+            }
+        }
+    }
+    (now - half) / (rounds / 2) as f64
+}
+
+fn crowd(times: &[f64], parts: &[f64], groups: usize) -> f64 {
+    let stages: Vec<StageCost> = times.iter().map(|seconds| cost(*seconds, 0.0)).collect();
+    let share = [Share { capacity: 1.0, stages: parts.iter().copied().enumerate().collect() }];
+    Ring { stages: &stages, hops: &[], back: HopCost::default(), sampling: 0.0, shares: &share }.round(groups as f64, 1.0)
+}
+
+#[test]
+fn a_stage_that_is_always_busy_is_slowed_down_by_one_that_is_not() {
+    // One of two cores for 20 ms, both for 7.5 ms: 17.5 ms of two cores, and yet 23.75 ms, not 20.
+    let (times, parts) = ([20.0, 7.5], [0.5, 1.0]);
+    let simulated = crowded_round(&times, &parts, 8) / 8.0;
+    assert!((simulated - 23.75).abs() < 0.01, "{simulated}");
+    assert!(close(crowd(&times, &parts, 8) / 8.0, 23.75));
+}
+
 fn groups_of(sequences: usize, groups: usize) -> Vec<usize> {
     (0..groups).map(|group| sequences / groups + usize::from(group < sequences % groups)).collect()
 }
@@ -140,6 +183,19 @@ proptest! {
         prop_assert!(ring.round(knee as f64 + 1.0, b) > ring.round(1.0, b));
         prop_assert!(knee == 1 || close(ring.round(knee as f64 - 1.0, b), ring.round(1.0, b)));
         prop_assert!(ring.efficiency(m as f64, b) <= 1.0 + 1e-9);
+    }
+
+    #[test]
+    fn stages_that_share_take_no_less_than_the_law_says_and_two_take_that(
+        stages in prop::collection::vec((0.1..5.0f64, prop::sample::select(vec![0.25, 0.5, 0.75, 1.0])), 2..=4),
+        groups in 1usize..12,
+    ) {
+        let (times, parts): (Vec<f64>, Vec<f64>) = stages.into_iter().unzip();
+        let (round, law) = (crowded_round(&times, &parts, groups), crowd(&times, &parts, groups));
+        prop_assert!(round >= law * (1.0 - 1e-6), "{round} for {law}");
+        if times.len() == 2 && groups > 1 {
+            prop_assert!(round <= law * (1.0 + 1e-6), "{round} for {law}");
+        }
     }
 
     #[test]

@@ -49,24 +49,8 @@ fn round(problem: &Problem, stages: &[Stage], load: &Load, groups: usize) -> f64
         problem.hop(Some(last.device), None).latency + problem.hop(None, Some(first.device)).latency
     });
     let back = HopCost { latency: back, ..HopCost::default() };
-    let ring = Ring { stages: &costs, hops: &hops, back, sampling: problem.sampling, shares: &[] };
-    let round = ring.round_of(load.concurrency, groups).max(groups as f64 * problem.sampling);
-    let busy = |cost: &StageCost| groups as f64 * cost.alpha + load.concurrency as f64 * cost.beta;
-    shared(problem, stages, &costs.iter().map(busy).collect::<Vec<_>>()).fold(round, f64::max)
-}
-
-/// Seconds of each thing that computes, where stages share it.
-fn shared<'a>(problem: &'a Problem, stages: &'a [Stage], busy: &'a [f64]) -> impl Iterator<Item = f64> + 'a {
-    let compute = |stage: &Stage| problem.devices[stage.device].compute;
-    let mut known: Vec<usize> = stages.iter().filter_map(compute).map(|compute| compute.group).collect();
-    known.sort_unstable();
-    known.dedup();
-    known.into_iter().map(move |group| {
-        let its = stages.iter().zip(busy).filter_map(|(stage, busy)| {
-            compute(stage).filter(|compute| compute.group == group).map(|compute| compute.share * busy)
-        });
-        its.sum()
-    })
+    let ring = Ring { stages: &costs, hops: &hops, back, sampling: problem.sampling, shares: &shares(problem, stages) };
+    ring.round_of(load.concurrency, groups).max(groups as f64 * problem.sampling)
 }
 
 /// What the stages take from each other, as the scheduler knows it.
@@ -134,6 +118,7 @@ pub fn first_token(problem: &Problem, stages: &[Stage], load: &Load) -> f64 {
     let until = load.prompt.max(1) * load.concurrency.max(1).div_ceil(2);
     let curves: Vec<Curve> = stages.iter().map(|stage| problem.curve(stage)).collect();
     let mut free = vec![0.0f64; stages.len()];
+    let shares = shares(problem, stages);
     let mut shared_free = 0.0f64;
     let mut end = 0.0;
     let mut done = 0;
@@ -151,7 +136,7 @@ pub fn first_token(problem: &Problem, stages: &[Stage], load: &Load) -> f64 {
             at = at.max(free[i]) + seconds;
             free[i] = at;
         }
-        shared_free += shared(problem, stages, &busy).fold(0.0, f64::max);
+        shared_free += shares.iter().map(|share| share.seconds(|stage| busy[stage])).fold(0.0, f64::max);
         let back = stages.last().map_or(0.0, |last| problem.hop(Some(last.device), None).latency);
         end = at.max(shared_free) + back + problem.sampling;
         done += tokens;
@@ -226,6 +211,7 @@ pub fn replicas(problem: &Problem, stages: &[Stage], wish: &Wish) -> Result<Opti
         return Ok(None);
     }
     // Where both compute on the same, they have a part of it each.
-    let load_of_shared = shared(problem, &used, &seconds).fold(1.0, f64::max);
+    let shared = shares(problem, &used);
+    let load_of_shared = shared.iter().map(|share| share.seconds(|stage| seconds[stage])).fold(1.0, f64::max);
     Ok(Some(rate / load_of_shared))
 }

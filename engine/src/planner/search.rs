@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 
 use super::{Device, Load, Objective, Problem, Stage, Wish};
+use crate::law::crowding;
 
 /// States, beyond which not every order is looked at: 8 devices that are all different, or many of few kinds.
 const STATES_MAX: usize = 256;
@@ -37,6 +38,30 @@ struct Kind {
     group: Option<(usize, f64)>,
 }
 
+/// What is counted of several devices that share what computes, by [`crate::law::Share::seconds`]. None of it falls with
+/// more stages.
+struct Crowd {
+    group: usize,
+    /// Share of those that are looked at here.
+    share: f64,
+}
+
+/// Numbers of a crowd in a label: what its devices lose to all others, themselves among them, and the busiest of them.
+const OF_CROWD: usize = 2;
+
+impl Crowd {
+    fn add(&self, cost: &mut [f64], share: f64, busy: f64) {
+        cost[0] += crowding(self.share, share) * busy;
+        if share == self.share {
+            cost[1] = cost[1].max(busy);
+        }
+    }
+
+    fn seconds(&self, cost: &[f64]) -> f64 {
+        cost[0] + (1.0 - crowding(self.share, self.share)) * cost[1]
+    }
+}
+
 /// How the parts of a pipeline make its worth, which is to be small.
 enum Worth {
     /// The largest of: the sum, any device's busy time, any shared one's. Seconds of a round.
@@ -48,8 +73,10 @@ enum Worth {
 }
 
 impl Worth {
-    fn of(&self, cost: &[f64]) -> f64 {
-        let busy = cost[1..].iter().copied().fold(0.0, f64::max);
+    fn of(&self, cost: &[f64], crowds: &[Crowd]) -> f64 {
+        let (alone, crowded) = cost.split_at(cost.len() - OF_CROWD * crowds.len());
+        let crowded = crowds.iter().zip(crowded.chunks(OF_CROWD)).map(|(crowd, cost)| crowd.seconds(cost));
+        let busy = alone[1..].iter().copied().chain(crowded).fold(0.0, f64::max);
         match self {
             Worth::Round => cost[0].max(busy),
             Worth::Request(times) => cost[0] + times * busy,
@@ -185,7 +212,7 @@ fn each_division_of_memory(
     solve(&limits(false)).filter(fits).or_else(|| solve(&limits(true)).filter(fits))
 }
 
-/// Stages so far: a token's seconds, the busiest device's or line's, and those of each shared one.
+/// Stages so far: a token's seconds, the busiest device's or line's, those of each shared one, and what crowds count.
 #[derive(Clone)]
 struct Label {
     cost: Vec<f64>,
@@ -208,6 +235,7 @@ struct Search<'a> {
     /// Kinds only in this order.
     ordered: bool,
     groups: usize,
+    crowds: Vec<Crowd>,
     nodes: Vec<Node>,
     /// The best whole pipeline.
     best: (f64, Option<usize>),
@@ -246,7 +274,8 @@ impl Ask<'_> {
 
     fn solve_kinds(&self, kinds: Vec<Kind>, ordered: bool, most: f64) -> Option<(f64, Vec<Stage>)> {
         let groups = kinds.iter().filter_map(|kind| kind.group).map(|(group, _)| group + 1).max().unwrap_or(0);
-        let search = Search { ask: self, kinds, ordered, groups, nodes: Vec::new(), best: (most, None) };
+        let crowds = crowds(&kinds);
+        let search = Search { ask: self, kinds, ordered, groups, crowds, nodes: Vec::new(), best: (most, None) };
         search.run()
     }
 
@@ -289,6 +318,20 @@ impl Ask<'_> {
     }
 }
 
+/// Those of each group that take a part of what there is, beside others that take more than is left.
+fn crowds(kinds: &[Kind]) -> Vec<Crowd> {
+    let mut crowds: Vec<Crowd> = Vec::new();
+    for (group, share) in kinds.iter().filter_map(|kind| kind.group) {
+        let crowded = |(other, with): (usize, f64)| other == group && crowding(share, with) > 0.0;
+        let is_new = !crowds.iter().any(|crowd| crowd.group == group && crowd.share == share);
+        // Who takes all of it has, with others, the sum that is counted for the group.
+        if share < 1.0 && is_new && kinds.iter().filter_map(|kind| kind.group).any(crowded) {
+            crowds.push(Crowd { group, share });
+        }
+    }
+    crowds
+}
+
 impl Search<'_> {
     fn run(mut self) -> Option<(f64, Vec<Stage>)> {
         let all: usize = self.kinds.iter().map(|kind| kind.devices.len()).sum();
@@ -310,7 +353,7 @@ impl Search<'_> {
         let mut frontier = Frontier::new();
         for kind in 0..self.kinds.len() {
             let from = vec![self.ask.way(None, Some(self.kinds[kind].devices[0]))];
-            let mut start = [from, vec![0.0; 1 + self.groups]].concat();
+            let mut start = [from, vec![0.0; 1 + self.groups + OF_CROWD * self.crowds.len()]].concat();
             let [sum, busy] = self.ask.sampling();
             (start[0], start[1]) = (start[0] + sum, busy);
             let start = Label { cost: start, node: 0 };
@@ -387,8 +430,13 @@ impl Search<'_> {
         cost[1] = cost[1].max(seconds[1]);
         if let Some((group, share)) = at.group {
             cost[2 + group] += share * seconds[1];
+            for (crowd, cost) in self.crowds.iter().zip(cost[2 + self.groups..].chunks_mut(OF_CROWD)) {
+                if crowd.group == group {
+                    crowd.add(cost, share, seconds[1]);
+                }
+            }
         }
-        let may_win = self.ask.worth.of(&cost) < self.best.0;
+        let may_win = self.ask.worth.of(&cost, &self.crowds) < self.best.0;
         let is_beaten = |other: &Label| other.cost.iter().zip(&cost).all(|(other, this)| other <= this);
         if !may_win || cell.iter().any(is_beaten) {
             return;
@@ -409,7 +457,7 @@ impl Search<'_> {
             for label in &cells[layers] {
                 let mut cost = label.cost.clone();
                 cost[0] += back;
-                let worth = self.ask.worth.of(&cost);
+                let worth = self.ask.worth.of(&cost, &self.crowds);
                 if worth < self.best.0 {
                     self.best = (worth, Some(label.node));
                 }
