@@ -25,6 +25,8 @@ pub const SEQUENCES_MAX: usize = 1024;
 pub const KV_TOKENS_MAX: usize = 1 << 32;
 /// Logits of one pass take at most so many bytes; more rows go in several passes.
 const LOGITS_BYTES_MAX: usize = 32 << 20;
+/// Bytes of what attention has of each split of a context, where more than [`FEW_TOKENS`] tokens attend on their own.
+const PARTS_BYTES_MAX: usize = 32 << 20;
 /// Edits of logits of one pass at most: 256 tokens with penalties for each of 128 answers. They are 0.8 MiB on the device
 /// and 0.6 MiB in a message; a row with more is edited by the head.
 const EDITS_MAX: usize = 32768;
@@ -497,6 +499,12 @@ impl StageLayout {
         self.options.context.div_ceil(SPLIT)
     }
 
+    /// Tokens of a step that may attend on their own: there is room for what they have of each split.
+    pub fn alone_max(&self) -> usize {
+        let each = 4 * self.dims.heads * self.dims.head_dim * self.splits_max();
+        (PARTS_BYTES_MAX / each).min(self.options.chunk).max(FEW_TOKENS)
+    }
+
     fn meets(&self, act: Act) -> bool {
         let head = self.head.iter().map(|head| &head.matrix);
         let products = self.layers.iter().flat_map(LayerLayout::matrices).chain(head);
@@ -512,7 +520,6 @@ impl StageLayout {
     fn work_buffers(&self, profile: &Profile) -> Vec<WorkBuffer> {
         let d = &self.dims;
         let tokens = self.options.chunk.max(FEW_TOKENS);
-        let few = FEW_TOKENS.min(tokens);
         let tile = profile.act_lanes() as usize;
         let heads = d.heads * d.head_dim;
         let blocks = row_blocks(d.hidden).max(row_blocks(heads)).max(row_blocks(d.intermediate));
@@ -533,8 +540,8 @@ impl StageLayout {
         add("qkv", 4 * tokens * (d.heads + 2 * d.kv_heads) * d.head_dim);
         add("q", 4 * tokens * heads);
         add("attention", 4 * tokens * heads);
-        add("part_out", 4 * few * heads * self.splits_max());
-        add("part_stat", 8 * few * d.heads * self.splits_max());
+        add("part_out", 4 * self.alone_max() * heads * self.splits_max());
+        add("part_stat", 8 * self.alone_max() * d.heads * self.splits_max());
         add("gate_up", 4 * tokens * 2 * d.intermediate);
         add("tokens", 16 * tokens);
         add("rotation", 8 * tokens * d.rope_pairs);

@@ -159,11 +159,11 @@ impl Stage {
 
     /// Makes the programs that will be wanted first, and runs one.
     fn prepared(mut self) -> Result<Stage, LoadError> {
-        for bucket in [Bucket::of(1, 1), Bucket::of(1, 2), Bucket::Many] {
+        for bucket in [Bucket::of(1, 1, true), Bucket::of(1, 2, true), Bucket::Many { alone: false }] {
             self.body(bucket, self.weights.layers.len())?;
         }
         if self.layout.head.is_some() {
-            self.head(Bucket::of(1, 1), false)?;
+            self.head(Bucket::of(1, 1, true), false)?;
         }
         self.warm_up()?;
         Ok(self)
@@ -230,7 +230,7 @@ impl Stage {
         let nothing = Shape { tokens: 1, splits: 1, ..Shape::default() };
         // No sequence has that page.
         let page = self.layout.canary_page().to_le_bytes();
-        let body = self.body(Bucket::of(1, 1), self.weights.layers.len())?;
+        let body = self.body(Bucket::of(1, 1, true), self.weights.layers.len())?;
         let run = Run { programs: &[(body, nothing)], writes: &[(self.work.pages, &page)], reads: &[], next: &[] };
         self.backend.run(&run)?;
         Ok(())
@@ -387,10 +387,10 @@ impl Stage {
             let ticket = is_probe.then(|| self.touch()).transpose()?;
             return Ok(Pending { ticket, wanted: Wanted::Nothing });
         }
-        let body = self.body(Bucket::of(step.tokens(), inputs.shape.splits), layers)?;
+        let body = self.body(self.bucket(step, inputs.shape.splits), layers)?;
         let mut programs = vec![(body, inputs.shape)];
         if is_last && !step.outputs.is_empty() {
-            programs.push((self.head(Bucket::of(step.outputs.len(), 1), inputs.shape.edits > 0)?, inputs.shape));
+            programs.push((self.head(Bucket::of(step.outputs.len(), 1, false), inputs.shape.edits > 0)?, inputs.shape));
         }
         let w = &self.work;
         let mut writes: Vec<(BufferId, &[u8])> = vec![
@@ -497,6 +497,13 @@ impl Stage {
         Ok(Outputs { outputs })
     }
 
+    /// The bucket of a step whose longest context has so many splits.
+    fn bucket(&self, step: &Step, splits: u32) -> Bucket {
+        let tokens = step.tokens();
+        let is_alone = tokens <= self.layout.alone_max() && step.spans.iter().all(|span| span.count <= 1);
+        Bucket::of(tokens, splits, is_alone)
+    }
+
     /// After a decode step of one token a sequence the next one will be like it, one position on.
     fn next_decode(&self, step: &Step, programs: &[(ProgramId, Shape)]) -> Vec<(ProgramId, Shape)> {
         if step.spans.iter().any(|span| span.count != 1) {
@@ -504,7 +511,7 @@ impl Stage {
         }
         let longest = step.spans.iter().map(|span| span.start as usize + 2).max().unwrap_or(1);
         let splits = longest.div_ceil(pp_shaders::SPLIT) as u32;
-        let whole = (Bucket::of(step.tokens(), splits), self.weights.layers.len());
+        let whole = (self.bucket(step, splits), self.weights.layers.len());
         let Some(body) = self.bodies.get(&whole).filter(|_| step.until.is_none()) else { return Vec::new() };
         let mut next: Vec<_> = programs.iter().map(|(id, shape)| (*id, Shape { splits, ..*shape })).collect();
         next[0].0 = *body;
@@ -592,9 +599,10 @@ impl Stage {
             tiles: (tokens as u32).div_ceil(tile),
             splits,
         };
-        let mut programs = vec![(self.body(Bucket::of(tokens, splits), self.weights.layers.len())?, shape)];
+        let mut programs =
+            vec![(self.body(Bucket::of(tokens, splits, tokens == 1), self.weights.layers.len())?, shape)];
         if self.layout.head.is_some() && outputs > 0 {
-            programs.push((self.head(Bucket::of(outputs, 1), false)?, shape));
+            programs.push((self.head(Bucket::of(outputs, 1, false), false)?, shape));
         }
         Ok(programs)
     }

@@ -131,6 +131,16 @@ fn company_changes_nothing_on_a_device() {
     }
 }
 
+/// Contexts of several splits of attention, of which each token has its own.
+#[test]
+fn company_changes_nothing_in_long_contexts() {
+    let ways = [Way { kv_tokens: 8192, ..WAY }];
+    let fast = StageOptions { activations: Act::Q8, kv: KvType::F16, ..exact(640) };
+    for profile in Profile::ALL {
+        company(&checkpoint("tiny-gguf/llama-q4_1.gguf"), fast, &gpu(profile), &ways, 560);
+    }
+}
+
 /// Rounding on a hop is by row: other tokens of a micro-batch change nothing, other hops do.
 #[test]
 fn company_changes_nothing_whatever_the_wire() {

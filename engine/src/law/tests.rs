@@ -133,7 +133,8 @@ fn crowded_round(times: &[f64], parts: &[f64], groups: usize) -> f64 {
 fn crowd(times: &[f64], parts: &[f64], groups: usize) -> f64 {
     let stages: Vec<StageCost> = times.iter().map(|seconds| cost(*seconds, 0.0)).collect();
     let share = [Share { capacity: 1.0, stages: parts.iter().copied().enumerate().collect() }];
-    Ring { stages: &stages, hops: &[], back: HopCost::default(), sampling: 0.0, shares: &share }.round(groups as f64, 1.0)
+    Ring { stages: &stages, hops: &[], back: HopCost::default(), sampling: 0.0, shares: &share }
+        .round(groups as f64, 1.0)
 }
 
 #[test]

@@ -38,17 +38,21 @@ pub enum Bucket {
         /// Whether every context has one split of attention.
         short: bool,
     },
-    /// Any number of tokens: prefill.
-    Many,
+    /// Any number of tokens.
+    Many {
+        /// Whether each attends on its own, as in decode of many sequences; else in tiles of one sequence's tokens.
+        alone: bool,
+    },
 }
 
 impl Bucket {
-    /// The bucket for `tokens` tokens whose longest context has `splits` splits of attention.
-    pub fn of(tokens: usize, splits: u32) -> Bucket {
+    /// The bucket for `tokens` tokens whose longest context has `splits` splits of attention; `alone`: each is all that its
+    /// sequence has in the step, and there is room for their splits ([`crate::layout::StageLayout::alone_max`]).
+    pub fn of(tokens: usize, splits: u32, alone: bool) -> Bucket {
         if tokens <= FEW_TOKENS {
             Bucket::Few { cols: tokens.next_power_of_two() as u32, short: splits <= 1 }
         } else {
-            Bucket::Many
+            Bucket::Many { alone }
         }
     }
 }
@@ -217,7 +221,7 @@ impl<'a> Ops<'a> {
     fn act_lanes(&self) -> u32 {
         match self.bucket {
             Bucket::Few { .. } => 1,
-            Bucket::Many => self.profile.act_lanes(),
+            Bucket::Many { .. } => self.profile.act_lanes(),
         }
     }
 
@@ -304,7 +308,7 @@ impl<'a> Ops<'a> {
             let act = matrix.act(self.mode);
             let product = match self.bucket {
                 Bucket::Few { cols, .. } => self.profile.matvec(matrix.format, act, cols),
-                Bucket::Many => self.profile.matmul(matrix.format, act),
+                Bucket::Many { .. } => self.profile.matmul(matrix.format, act),
             };
             self.product(matrix, &product, input, &[y], y_stride, flags);
         }
@@ -370,12 +374,9 @@ impl<'a> Ops<'a> {
     pub fn attention(&mut self, layer: &[KvBuffers], consumer: &Linear) -> Activations {
         let bucket = self.bucket;
         match bucket {
-            Bucket::Many => self.attention_many(layer, consumer),
-            Bucket::Few { short, .. } => {
-                if !(short && self.attention_short(layer, consumer)) {
-                    self.attention_few(layer, consumer);
-                }
-            }
+            Bucket::Many { alone: false } => self.attention_in_tiles(layer, consumer),
+            Bucket::Few { short: true, .. } if self.attention_short(layer, consumer) => {}
+            Bucket::Few { .. } | Bucket::Many { alone: true } => self.attention_in_splits(layer, consumer),
         }
         self.work.act
     }
@@ -410,7 +411,7 @@ impl<'a> Ops<'a> {
         true
     }
 
-    fn attention_few(&mut self, layer: &[KvBuffers], consumer: &Linear) {
+    fn attention_in_splits(&mut self, layer: &[KvBuffers], consumer: &Linear) {
         let (d, w) = (self.dims, self.work);
         let group = (d.heads / d.kv_heads) as u32;
         for kv in layer {
@@ -437,7 +438,7 @@ impl<'a> Ops<'a> {
         }
     }
 
-    fn attention_many(&mut self, layer: &[KvBuffers], consumer: &Linear) {
+    fn attention_in_tiles(&mut self, layer: &[KvBuffers], consumer: &Linear) {
         let (d, w) = (self.dims, self.work);
         let group = d.heads / d.kv_heads;
         for kv in layer {

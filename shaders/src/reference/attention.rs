@@ -1,14 +1,24 @@
-//! Twins of `attn_decode.wgsl`, `attn_reduce.wgsl` and `attn_prefill.wgsl`.
+//! Twins of `attn_decode.wgsl`, `attn_reduce.wgsl`, `attn_short.wgsl` and `attn_prefill.wgsl`. All make the same bits of a
+//! token, as the kernels do: what a split gives is rounded before splits are merged.
 
 use super::rope_kv::kv_load;
 use super::{Call, act};
 use crate::{PAGE, SPLIT, params};
 
-/// softmax(q K') V over positions `from..to`: (maximum score, sum of weights, weighted sum of values).
+/// softmax(q K') V over the positions of a split: maximum score, sum of weights, weighted sum of values.
 struct Part {
-    top: f64,
-    sum: f64,
-    out: Vec<f64>,
+    top: f32,
+    sum: f32,
+    out: Vec<f32>,
+}
+
+/// softmax(q K') V of all splits.
+fn merged(parts: &[Part]) -> Vec<f32> {
+    let top = parts.iter().map(|part| f64::from(part.top)).fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = parts.iter().map(|part| (f64::from(part.top) - top).exp()).collect();
+    let sum: f64 = parts.iter().zip(&weights).map(|(part, w)| w * f64::from(part.sum)).sum();
+    let out = |d: usize| parts.iter().zip(&weights).map(|(part, w)| w * f64::from(part.out[d])).sum::<f64>();
+    (0..parts[0].out.len()).map(|d| (out(d) / sum) as f32).collect()
 }
 
 /// What a kernel of attention reads.
@@ -22,7 +32,13 @@ struct Cache<'a> {
 }
 
 impl Cache<'_> {
-    fn attend(&self, q: &[f32], local: usize, table: usize, from: usize, to: usize) -> Part {
+    /// The parts of the splits of a context of `length` positions whose page table begins at `table`.
+    fn attend(&self, q: &[f32], local: usize, table: usize, length: usize) -> Vec<Part> {
+        let splits = (0..length).step_by(SPLIT);
+        splits.map(|from| self.attend_split(q, local, table, from, length.min(from + SPLIT))).collect()
+    }
+
+    fn attend_split(&self, q: &[f32], local: usize, table: usize, from: usize, to: usize) -> Part {
         let kv = self.call.variant.kv.expect("a KV type");
         let place = |position: usize| {
             let page = self.pages[table + position / PAGE] as usize;
@@ -35,15 +51,15 @@ impl Cache<'_> {
             })
             .collect();
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let mut part = Part { top, sum: 0.0, out: vec![0.0; self.dim] };
+        let (mut sum, mut out) = (0.0, vec![0.0; self.dim]);
         for (position, score) in (from..to).zip(scores) {
             let weight = (score - top).exp();
-            part.sum += weight;
-            for (out, value) in part.out.iter_mut().zip(kv_load(kv, self.values, place(position), self.dim)) {
+            sum += weight;
+            for (out, value) in out.iter_mut().zip(kv_load(kv, self.values, place(position), self.dim)) {
                 *out += weight * f64::from(value);
             }
         }
-        part
+        Part { top: top as f32, sum: sum as f32, out: out.into_iter().map(|v| v as f32).collect() }
     }
 }
 
@@ -59,16 +75,13 @@ pub(super) fn decode(call: &Call) {
         let length = tokens[token][1] as usize + 1;
         for local_head in 0..here * group {
             let head = p.first_kv as usize * group + local_head;
-            for split in 0..length.div_ceil(SPLIT) {
-                let q = &q[(token * heads + head) * dim..][..dim];
-                let to = length.min((split + 1) * SPLIT);
-                let part = cache.attend(q, local_head / group, tokens[token][2] as usize, split * SPLIT, to);
+            let q = &q[(token * heads + head) * dim..][..dim];
+            let parts = cache.attend(q, local_head / group, tokens[token][2] as usize, length);
+            for (split, part) in parts.into_iter().enumerate() {
                 let place = (token * heads + head) * splits + split;
-                part_stat[2 * place] = part.top as f32;
-                part_stat[2 * place + 1] = part.sum as f32;
-                for (to, out) in part_out[place * dim..].iter_mut().zip(part.out) {
-                    *to = out as f32;
-                }
+                part_stat[2 * place] = part.top;
+                part_stat[2 * place + 1] = part.sum;
+                part_out[place * dim..][..dim].copy_from_slice(&part.out);
             }
         }
     }
@@ -88,9 +101,8 @@ pub(super) fn short(call: &Call) {
         let first = p.first_kv as usize * group;
         for head in first..first + here * group {
             let q = &q[(token * heads + head) * dim..][..dim];
-            let to = tokens[token][1] as usize + 1;
-            let part = cache.attend(q, (head - first) / group, tokens[token][2] as usize, 0, to);
-            row.extend(part.out.iter().map(|v| (v / part.sum) as f32));
+            let length = tokens[token][1] as usize + 1;
+            row.extend(merged(&cache.attend(q, (head - first) / group, tokens[token][2] as usize, length)));
         }
         let act = call.variant.act.expect("an activation type");
         let first = first * dim / 32;
@@ -108,14 +120,12 @@ pub(super) fn reduce(call: &Call) {
         let used = tokens[token][1] as usize / SPLIT + 1;
         let mut row = vec![0.0f32; heads * dim];
         for head in 0..heads {
-            let places: Vec<usize> = (0..used).map(|split| (token * heads + head) * splits + split).collect();
-            let top = places.iter().map(|&i| f64::from(part_stat[2 * i])).fold(f64::NEG_INFINITY, f64::max);
-            let weights: Vec<f64> = places.iter().map(|&i| (f64::from(part_stat[2 * i]) - top).exp()).collect();
-            let sum: f64 = places.iter().zip(&weights).map(|(&i, w)| w * f64::from(part_stat[2 * i + 1])).sum();
-            for d in 0..dim {
-                let out: f64 = places.iter().zip(&weights).map(|(&i, w)| w * f64::from(part_out[i * dim + d])).sum();
-                row[head * dim + d] = (out / sum) as f32;
-            }
+            let part = |split: usize| {
+                let place = (token * heads + head) * splits + split;
+                let out = part_out[place * dim..][..dim].to_vec();
+                Part { top: part_stat[2 * place], sum: part_stat[2 * place + 1], out }
+            };
+            row[head * dim..][..dim].copy_from_slice(&merged(&(0..used).map(part).collect::<Vec<_>>()));
         }
         let act = call.variant.act.expect("an activation type");
         let layout = act::Layout::new(call, p.blocks, p.act_lanes);
@@ -135,10 +145,9 @@ pub(super) fn prefill(call: &Call) {
         for local_head in 0..here * group {
             let head = p.first_kv as usize * group + local_head;
             let q = &q[(token * heads + head) * dim..][..dim];
-            let part = cache.attend(q, local_head / group, tokens[token][2] as usize, 0, tokens[token][1] as usize + 1);
-            for (to, v) in out[(token * heads + head) * dim..].iter_mut().zip(part.out) {
-                *to = (v / part.sum) as f32;
-            }
+            let length = tokens[token][1] as usize + 1;
+            let parts = cache.attend(q, local_head / group, tokens[token][2] as usize, length);
+            out[(token * heads + head) * dim..][..dim].copy_from_slice(&merged(&parts));
         }
     }
 }

@@ -288,7 +288,10 @@ fn attention(random: &mut Random, profile: &Profile) -> Vec<Case> {
     };
 
     let blocks = row_blocks(HEADS * HEAD_DIM);
-    let p = params::AttnReduce { tokens: 0, heads, splits, blocks: blocks as u32, act_lanes: 1 };
+    // In tiles, as for many sequences at once.
+    let act_lanes = profile.act_lanes();
+    let padded = count.next_multiple_of(act_lanes as usize);
+    let p = params::AttnReduce { tokens: 0, heads, splits, blocks: blocks as u32, act_lanes };
     let stat = (0..parts).flat_map(|_| [random.float().to_bits(), (1.5 + random.float()).to_bits()]).collect();
     let reduce = Case {
         variant: profile.attn_reduce(Act::Q8, HEAD_DIM as u32),
@@ -297,8 +300,8 @@ fn attention(random: &mut Random, profile: &Profile) -> Vec<Case> {
             random.floats(parts * HEAD_DIM),
             stat,
             tokens,
-            vec![0; count * blocks * Act::Q8.block_words()],
-            vec![0; 2 * count * blocks],
+            vec![0; padded * blocks * Act::Q8.block_words()],
+            vec![0; 2 * padded * blocks],
         ],
         grid: Grid::Flat { items: blocks as u32, workgroup: profile.flat },
         shape,
