@@ -499,7 +499,7 @@ impl StageLayout {
         self.options.context.div_ceil(SPLIT)
     }
 
-    /// Tokens of a step that may attend on their own: there is room for what they have of each split.
+    /// Tokens of a step that may attend on their own where there are many: there is room for what they have of each split.
     pub fn alone_max(&self) -> usize {
         let each = 4 * self.dims.heads * self.dims.head_dim * self.splits_max();
         (PARTS_BYTES_MAX / each).min(self.options.chunk).max(FEW_TOKENS)

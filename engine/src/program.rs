@@ -18,6 +18,8 @@ pub struct BufferId(pub u32);
 pub enum Count {
     /// Tokens of the step.
     Tokens,
+    /// Those that attend on their own.
+    Alone,
     /// Rows that logits are wanted for.
     Outputs,
     /// Edits of logits.
@@ -75,7 +77,9 @@ pub struct Shape {
     pub outputs: u32,
     /// Edits of logits, as many as the buffer of edits is filled with.
     pub edits: u32,
-    /// Attention tiles (prefill).
+    /// Tokens, the first of the step, that attend on their own where many are in the step.
+    pub alone: u32,
+    /// Attention tiles of the others (prefill).
     pub tiles: u32,
     /// Splits of the longest context (decode).
     pub splits: u32,
@@ -123,6 +127,7 @@ impl Op {
     pub fn count(&self, shape: &Shape) -> u32 {
         match self.count {
             Count::Tokens => shape.tokens,
+            Count::Alone => shape.alone,
             Count::Outputs => shape.outputs,
             Count::Edits => shape.edits,
         }

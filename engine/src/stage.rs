@@ -387,7 +387,7 @@ impl Stage {
             let ticket = is_probe.then(|| self.touch()).transpose()?;
             return Ok(Pending { ticket, wanted: Wanted::Nothing });
         }
-        let body = self.body(self.bucket(step, inputs.shape.splits), layers)?;
+        let body = self.body(body_bucket(&inputs.shape), layers)?;
         let mut programs = vec![(body, inputs.shape)];
         if is_last && !step.outputs.is_empty() {
             programs.push((self.head(Bucket::of(step.outputs.len(), 1, false), inputs.shape.edits > 0)?, inputs.shape));
@@ -397,8 +397,10 @@ impl Stage {
             (w.tokens, bytemuck::cast_slice(&inputs.tokens)),
             (w.rotation, bytemuck::cast_slice(&inputs.rotation)),
             (w.pages, bytemuck::cast_slice(&inputs.pages)),
-            (w.tiles, bytemuck::cast_slice(&inputs.tiles)),
         ];
+        if !inputs.tiles.is_empty() {
+            writes.push((w.tiles, bytemuck::cast_slice(&inputs.tiles)));
+        }
         if !inputs.outputs.is_empty() {
             writes.push((w.outputs, bytemuck::cast_slice(&inputs.outputs)));
         }
@@ -497,13 +499,6 @@ impl Stage {
         Ok(Outputs { outputs })
     }
 
-    /// The bucket of a step whose longest context has so many splits.
-    fn bucket(&self, step: &Step, splits: u32) -> Bucket {
-        let tokens = step.tokens();
-        let is_alone = tokens <= self.layout.alone_max() && step.spans.iter().all(|span| span.count <= 1);
-        Bucket::of(tokens, splits, is_alone)
-    }
-
     /// After a decode step of one token a sequence the next one will be like it, one position on.
     fn next_decode(&self, step: &Step, programs: &[(ProgramId, Shape)]) -> Vec<(ProgramId, Shape)> {
         if step.spans.iter().any(|span| span.count != 1) {
@@ -511,9 +506,9 @@ impl Stage {
         }
         let longest = step.spans.iter().map(|span| span.start as usize + 2).max().unwrap_or(1);
         let splits = longest.div_ceil(pp_shaders::SPLIT) as u32;
-        let whole = (self.bucket(step, splits), self.weights.layers.len());
-        let Some(body) = self.bodies.get(&whole).filter(|_| step.until.is_none()) else { return Vec::new() };
         let mut next: Vec<_> = programs.iter().map(|(id, shape)| (*id, Shape { splits, ..*shape })).collect();
+        let whole = (body_bucket(&next[0].1), self.weights.layers.len());
+        let Some(body) = self.bodies.get(&whole).filter(|_| step.until.is_none()) else { return Vec::new() };
         next[0].0 = *body;
         next
     }
@@ -522,7 +517,9 @@ impl Stage {
         let tile = self.backend.profile().prefill_tile;
         let mut inputs = Inputs::default();
         let mut longest = 0;
-        for span in &step.spans {
+        // Who decodes comes first in a step.
+        let alone = step.spans.iter().take(self.layout.alone_max()).take_while(|span| span.count == 1).count();
+        for (place, span) in step.spans.iter().enumerate() {
             let table = self.tables.get(&span.sequence).map_or(&[][..], Vec::as_slice);
             let end = span.start as usize + span.count as usize;
             if table.len() * PAGE < end {
@@ -536,7 +533,7 @@ impl Stage {
                 self.rotate(span.start + i, &mut inputs.rotation);
             }
             inputs.pages.extend(&table[..end.div_ceil(PAGE)]);
-            for first in (0..span.count).step_by(tile as usize) {
+            for first in (0..span.count).step_by(tile as usize).filter(|_| place >= alone) {
                 inputs.tiles.push([first_token + first, tile.min(span.count - first), 0, 0]);
             }
             longest = longest.max(end);
@@ -553,6 +550,7 @@ impl Stage {
             tokens: inputs.tokens.len() as u32,
             outputs: inputs.outputs.len() as u32,
             edits: inputs.edits.len() as u32,
+            alone: alone as u32,
             tiles: inputs.tiles.len() as u32,
             splits: longest.div_ceil(pp_shaders::SPLIT) as u32,
         };
@@ -596,11 +594,11 @@ impl Stage {
             tokens: tokens as u32,
             outputs: outputs as u32,
             edits: 0,
+            alone: u32::from(tokens == 1),
             tiles: (tokens as u32).div_ceil(tile),
             splits,
         };
-        let mut programs =
-            vec![(self.body(Bucket::of(tokens, splits, tokens == 1), self.weights.layers.len())?, shape)];
+        let mut programs = vec![(self.body(body_bucket(&shape), self.weights.layers.len())?, shape)];
         if self.layout.head.is_some() && outputs > 0 {
             programs.push((self.head(Bucket::of(outputs, 1, false), false)?, shape));
         }
@@ -664,6 +662,11 @@ struct Inputs {
 
 fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|b| f32::from_le_bytes(std::array::from_fn(|i| b[i]))).collect()
+}
+
+/// Which program computes the layers of a step.
+fn body_bucket(shape: &Shape) -> Bucket {
+    Bucket::of(shape.tokens as usize, shape.splits, shape.alone == shape.tokens)
 }
 
 fn work_buffers(layout: &StageLayout, backend: &mut dyn Backend) -> Result<(WorkBuffers, Vec<BufferId>), DeviceError> {

@@ -40,14 +40,15 @@ pub enum Bucket {
     },
     /// Any number of tokens.
     Many {
-        /// Whether each attends on its own, as in decode of many sequences; else in tiles of one sequence's tokens.
+        /// Whether all attend on their own, as in decode of many sequences; else only the first of the step, and the others
+        /// in tiles of a sequence's tokens.
         alone: bool,
     },
 }
 
 impl Bucket {
-    /// The bucket for `tokens` tokens whose longest context has `splits` splits of attention; `alone`: each is all that its
-    /// sequence has in the step, and there is room for their splits ([`crate::layout::StageLayout::alone_max`]).
+    /// The bucket for `tokens` tokens whose longest context has `splits` splits of attention; `alone`: all attend on their
+    /// own.
     pub fn of(tokens: usize, splits: u32, alone: bool) -> Bucket {
         if tokens <= FEW_TOKENS {
             Bucket::Few { cols: tokens.next_power_of_two() as u32, short: splits <= 1 }
@@ -374,9 +375,15 @@ impl<'a> Ops<'a> {
     pub fn attention(&mut self, layer: &[KvBuffers], consumer: &Linear) -> Activations {
         let bucket = self.bucket;
         match bucket {
-            Bucket::Many { alone: false } => self.attention_in_tiles(layer, consumer),
             Bucket::Few { short: true, .. } if self.attention_short(layer, consumer) => {}
-            Bucket::Few { .. } | Bucket::Many { alone: true } => self.attention_in_splits(layer, consumer),
+            Bucket::Few { .. } => self.attention_in_splits(layer, consumer, Count::Tokens),
+            Bucket::Many { alone } => {
+                // Tiles make activations of all tokens, of which those that attend on their own are replaced.
+                if !alone {
+                    self.attention_in_tiles(layer, consumer);
+                }
+                self.attention_in_splits(layer, consumer, Count::Alone);
+            }
         }
         self.work.act
     }
@@ -411,8 +418,10 @@ impl<'a> Ops<'a> {
         true
     }
 
-    fn attention_in_splits(&mut self, layer: &[KvBuffers], consumer: &Linear) {
+    /// Of the first `count` tokens of the step.
+    fn attention_in_splits(&mut self, layer: &[KvBuffers], consumer: &Linear, count: Count) {
         let (d, w) = (self.dims, self.work);
+        let whole = std::mem::replace(&mut self.count, count);
         let group = (d.heads / d.kv_heads) as u32;
         for kv in layer {
             let (variant, heads) = self.profile.attn_decode(self.kv, d.head_dim as u32, group);
@@ -436,6 +445,7 @@ impl<'a> Ops<'a> {
             let grid = Grid::Flat { items: blocks, workgroup: self.profile.flat };
             self.push(variant, bytes_of(&params), buffers, grid, "merge splits", 0, 0);
         }
+        self.count = whole;
     }
 
     fn attention_in_tiles(&mut self, layer: &[KvBuffers], consumer: &Linear) {
