@@ -30,9 +30,6 @@ pub use recovery::{Kept, Rebuild};
 pub use straggler::Straggler;
 use straggler::Watches;
 
-/// Tokens that are not worth a chunk of their own.
-const LEFT_OVER: usize = PAGE / 2;
-
 #[derive(Debug)]
 struct Sequence {
     /// Prompt and answer so far.
@@ -118,7 +115,7 @@ impl Scheduler {
         assert!(all.iter().all(|limit| *limit > 0) && limits.in_flight > 0, "limits are positive: {limits:?}");
         Scheduler {
             pages: Pages::new(limits.pages, limits.prefix_cache),
-            fits: Fits::new(limits.stages, Vec::new()),
+            fits: Fits::new(limits.stages, Vec::new(), limits.tile),
             watches: Watches::new(limits.stages),
             chunk: limits.batch_tokens,
             limits,
@@ -356,7 +353,7 @@ impl Scheduler {
         let left: usize = self.prefilling.iter().map(|choice| self.sequences[choice].left()).sum();
         let most = self.limits.batch_tokens;
         let chunk = self.fits.first_chunk(left, most);
-        self.chunk = chunk.clamp(PAGE.min(most), most);
+        self.chunk = chunk.clamp(self.limits.least_chunk().min(most), most);
     }
 
     /// A group's share of the sequences that wait in line.
@@ -424,11 +421,12 @@ impl Scheduler {
     /// least left, so that short ones do not wait for long ones.
     fn take_prompts(&mut self, batch: &mut Batch) {
         let decode = batch.decode_tokens;
-        let budget = self.chunk.saturating_sub(decode).max(PAGE);
+        let (least, left_over) = (self.limits.least_chunk(), self.limits.left_over());
+        let budget = self.chunk.saturating_sub(decode).max(least);
         let all: usize = self.prefilling.iter().map(|choice| self.sequences[choice].left()).sum();
         // A few tokens that would be left over go along.
         let room = self.limits.batch_tokens - decode;
-        let budget = if all <= budget + LEFT_OVER { all.min(room) } else { self.whole_tiles(decode, budget, room) };
+        let budget = if all <= budget + left_over { all.min(room) } else { self.whole_tiles(decode, budget, room) };
         let Some(oldest) = self.prefilling.first().copied() else { return };
         let mut others: Vec<Choice> = self.prefilling[1..].to_vec();
         others.sort_by_key(|choice| (self.sequences[choice].left(), *choice));
@@ -444,7 +442,7 @@ impl Scheduler {
                 Some(costs) => costs.chunk_at(self.chunk, sequence.sent),
                 None => self.chunk,
             };
-            let size = if sequence.left() <= size + LEFT_OVER { sequence.left() } else { size.max(PAGE) };
+            let size = if sequence.left() <= size + left_over { sequence.left() } else { size.max(least) };
             let count = size.min(share).min(left);
             let before = decode + batch.prefill_tokens;
             let count = if count < sequence.left() {
@@ -464,7 +462,7 @@ impl Scheduler {
     fn whole_tiles(&self, before: usize, count: usize, most: usize) -> usize {
         let tile = self.limits.tile.max(1);
         let nearest = (before + count + tile / 2) / tile * tile;
-        let above = (before + LEFT_OVER.min(count)).next_multiple_of(tile);
+        let above = (before + (self.limits.least_chunk() / 2).min(count)).next_multiple_of(tile);
         let most_whole = (before + most) / tile * tile;
         match nearest.max(above).min(most_whole).checked_sub(before) {
             None | Some(0) => count.min(most),
@@ -569,7 +567,7 @@ impl Scheduler {
 
     /// The same for a pipeline whose stages take from each other what they compute on.
     pub fn with_shares(mut self, shares: Vec<Share>) -> Scheduler {
-        self.fits = Fits::new(self.limits.stages, shares);
+        self.fits = Fits::new(self.limits.stages, shares, self.limits.tile);
         self
     }
 

@@ -8,8 +8,8 @@ use super::StageCost;
 const MEMORY: f64 = 64.0;
 /// Weight of the prior, in steps.
 const PRIOR: f64 = 1e-3;
-/// Tokens that are assumed to cost as much as reading the weights, as long as all steps are of one size.
-const PRIOR_TOKENS: f64 = 16.0;
+/// Tokens that are assumed to cost as much as reading the weights, where nothing is known of the kernels.
+const BREAK_EVEN: f64 = 16.0;
 /// Classes of sizes: powers of two.
 const CLASSES: usize = 32;
 /// What a step counts that is one class away from those that are asked about.
@@ -28,9 +28,10 @@ const SUBSETS: [[bool; 3]; 7] = [
 /// α, β and a of a stage by least squares of relative errors, with exponential forgetting.
 ///
 /// Sizes are forgotten by class (1, 2–3, 4–7, … tokens), so that a long answer does not wipe out what a prompt told.
-/// A faint prior, α = β · 16 tokens and a = 0, decides what the steps do not. None is ever negative.
-#[derive(Clone, Debug, Default)]
+/// A faint prior, α = β · so many tokens (16 by default) and a = 0, decides what the steps do not. None is ever negative.
+#[derive(Clone, Debug)]
 pub struct Fit {
+    break_even: f64,
     classes: [Sums; CLASSES],
     sizes: Option<(usize, usize)>,
 }
@@ -85,9 +86,24 @@ impl Sums {
     }
 }
 
+impl Default for Fit {
+    fn default() -> Fit {
+        Fit::of_tile(1)
+    }
+}
+
 impl Fit {
-    /// The shape of a cost of which nothing is known.
-    pub const GUESS: StageCost = StageCost { alpha: PRIOR_TOKENS, beta: 1.0, attention: 0.0 };
+    /// Nothing yet, for kernels that compute `tile` tokens at once (1: it is not known). A tile is chosen such that a few of
+    /// them outweigh the reading of weights: a quarter of one is assumed to cost as much.
+    pub fn of_tile(tile: usize) -> Fit {
+        let break_even = if tile > 1 { tile as f64 / 4.0 } else { BREAK_EVEN };
+        Fit { break_even, classes: Default::default(), sizes: None }
+    }
+
+    /// The shape of the cost before the first step.
+    pub fn guess(&self) -> StageCost {
+        StageCost { alpha: self.break_even, beta: 1.0, attention: 0.0 }
+    }
 
     /// A step of `tokens` tokens took `seconds`; `attended` is Σ(2Lx + x²) over its sequences. Steps without tokens or time
     /// tell nothing and are left out.
@@ -133,7 +149,7 @@ impl Fit {
             return StageCost::default();
         }
         let prior = PRIOR * s.xx[0][0] / s.count;
-        let towards = [1.0, -PRIOR_TOKENS];
+        let towards = [1.0, -self.break_even];
         for i in 0..2 {
             (0..2).for_each(|j| s.xx[i][j] += prior * towards[i] * towards[j]);
         }

@@ -163,10 +163,11 @@ impl Fits {
         &self.shares
     }
 
-    /// Nothing known of so many stages, but what they take from each other.
-    pub fn new(stages: usize, shares: Vec<Share>) -> Fits {
+    /// Nothing known of so many stages, but what they take from each other, and how many tokens kernels compute at once
+    /// ([`Fit::of_tile`]).
+    pub fn new(stages: usize, shares: Vec<Share>, tile: usize) -> Fits {
         Fits {
-            stages: vec![Fit::default(); stages],
+            stages: vec![Fit::of_tile(tile); stages],
             overhead: 0.0,
             attended: 0.0,
             steps: 0,
@@ -225,7 +226,8 @@ impl Fits {
 
     /// Tokens of the first of the chunks that `tokens` tokens of prompt are best cut into, none larger than `most`.
     pub fn first_chunk(&self, tokens: usize, most: usize) -> usize {
-        let slowest = self.costs.as_ref().map_or(Fit::GUESS, |costs| costs.slowest(tokens));
+        let guess = || self.stages.first().map_or(StageCost::default(), Fit::guess);
+        let slowest = self.costs.as_ref().map_or_else(guess, |costs| costs.slowest(tokens));
         law::chunks(tokens, 0, self.stages.len(), slowest, most).first().copied().unwrap_or(most)
     }
 
@@ -278,7 +280,7 @@ mod tests {
 
     #[test]
     fn what_is_larger_than_any_so_far_is_expected_to_take_as_many_single_tokens() {
-        let mut fits = Fits::new(2, Vec::new());
+        let mut fits = Fits::new(2, Vec::new(), 1);
         assert_eq!(fits.expected(1, 1.0), None);
         for _ in 0..2 * ENOUGH {
             fits.add(1, 1.0, &[0.03, 0.02], 0.0);
@@ -329,7 +331,7 @@ mod tests {
 
     #[test]
     fn prompts_and_answers_have_costs_of_their_own() {
-        let mut fits = Fits::new(1, Vec::new());
+        let mut fits = Fits::new(1, Vec::new(), 1);
         for step in 0..64 {
             let (few, many) = (1 << (step % 4), 32 << (step % 3));
             fits.add(few, 0.0, &[0.01 + 0.002 * few as f64], 0.0);
@@ -345,7 +347,7 @@ mod tests {
 
     #[test]
     fn attention_counts_at_the_context_that_there_is() {
-        let mut fits = Fits::new(1, Vec::new());
+        let mut fits = Fits::new(1, Vec::new(), 1);
         let stage = StageCost { alpha: 0.01, beta: 0.001, attention: 1e-6 };
         for step in 0..400 {
             let (tokens, context) = (1 + step % 4, 500 * (step % 3));
@@ -361,7 +363,7 @@ mod tests {
 
     #[test]
     fn one_step_that_took_long_beyond_the_stages_is_soon_forgotten() {
-        let mut fits = Fits::new(1, Vec::new());
+        let mut fits = Fits::new(1, Vec::new(), 1);
         (0..24).for_each(|step| fits.add(1, 1.0, &[0.01], if step == 0 { 3.0 } else { 0.001 }));
         assert!(fits.costs().unwrap().overhead < 0.01);
         fits.add(1, 1.0, &[0.01], 3.0);

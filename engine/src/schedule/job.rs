@@ -46,6 +46,16 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// Tokens of a chunk at least, unless less is left: two tiles, and no more than a page.
+    pub(super) fn least_chunk(&self) -> usize {
+        if self.tile > 1 { PAGE.min(2 * self.tile) } else { PAGE }
+    }
+
+    /// Tokens that rather go along than be a chunk of their own: less than a tile, and no more than half a page.
+    pub(super) fn left_over(&self) -> usize {
+        if self.tile > 1 { (PAGE / 2).min(self.tile - 1) } else { PAGE / 2 }
+    }
+
     /// Positions that one sequence can reach.
     pub fn capacity(&self) -> usize {
         self.context.min(self.pages * PAGE)

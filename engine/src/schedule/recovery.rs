@@ -118,7 +118,7 @@ impl Scheduler {
         let space = |limits: &Limits| (limits.pages, limits.context, limits.sequences, limits.prefix_cache);
         let is_same_space = space(&limits) == space(&self.limits);
         if limits.stages != self.limits.stages || shares != self.fits.shares() {
-            self.fits = Fits::new(limits.stages, shares);
+            self.fits = Fits::new(limits.stages, shares, limits.tile);
             self.watches = Watches::new(limits.stages);
         }
         self.watches.forget();
@@ -189,7 +189,7 @@ impl Scheduler {
     /// What stages take is not what it was: they are on other devices, or have other layers. What is `expected` of them is
     /// for the prediction of the recovery that follows.
     pub fn forget_costs(&mut self, expected: Option<Costs>) {
-        self.fits = Fits::new(self.limits.stages, self.fits.shares().to_vec());
+        self.fits = Fits::new(self.limits.stages, self.fits.shares().to_vec(), self.limits.tile);
         self.expected = expected;
         self.watches = Watches::new(self.limits.stages);
     }

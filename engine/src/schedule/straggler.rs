@@ -132,7 +132,7 @@ mod tests {
 
     impl Pipe {
         fn new() -> Pipe {
-            Pipe { fits: Fits::new(2, Vec::new()), watches: Watches::new(2) }
+            Pipe { fits: Fits::new(2, Vec::new(), 1), watches: Watches::new(2) }
         }
 
         /// `tokens` sequences decode over `context` positions; stage 1 takes so many times what it should.
