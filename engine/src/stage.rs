@@ -15,7 +15,7 @@ use crate::checkpoint::Checkpoint;
 use crate::checkpoint::supplied::Origins;
 use crate::layout::{Held, StageLayout};
 use crate::message::{MessageLimits, OutputRequest, Outputs, Span, Step};
-use crate::program::ops::{Activations, Bucket, Ops, WorkBuffers};
+use crate::program::ops::{Activations, Alone, Bucket, Ops, WorkBuffers};
 use crate::program::{BufferId, Count, Program, Shape};
 use crate::random::Random;
 use crate::weights::{self, LoadError, LoadProgress, Weights};
@@ -159,11 +159,12 @@ impl Stage {
 
     /// Makes the programs that will be wanted first, and runs one.
     fn prepared(mut self) -> Result<Stage, LoadError> {
-        for bucket in [Bucket::of(1, 1, true), Bucket::of(1, 2, true), Bucket::Many { alone: false }] {
+        for bucket in [Bucket::of(1, 1, Alone::All), Bucket::of(1, 2, Alone::All), Bucket::Many { alone: Alone::None }]
+        {
             self.body(bucket, self.weights.layers.len())?;
         }
         if self.layout.head.is_some() {
-            self.head(Bucket::of(1, 1, true), false)?;
+            self.head(Bucket::of(1, 1, Alone::None), false)?;
         }
         self.warm_up()?;
         Ok(self)
@@ -230,7 +231,7 @@ impl Stage {
         let nothing = Shape { tokens: 1, splits: 1, ..Shape::default() };
         // No sequence has that page.
         let page = self.layout.canary_page().to_le_bytes();
-        let body = self.body(Bucket::of(1, 1, true), self.weights.layers.len())?;
+        let body = self.body(Bucket::of(1, 1, Alone::All), self.weights.layers.len())?;
         let run = Run { programs: &[(body, nothing)], writes: &[(self.work.pages, &page)], reads: &[], next: &[] };
         self.backend.run(&run)?;
         Ok(())
@@ -390,7 +391,10 @@ impl Stage {
         let body = self.body(body_bucket(&inputs.shape), layers)?;
         let mut programs = vec![(body, inputs.shape)];
         if is_last && !step.outputs.is_empty() {
-            programs.push((self.head(Bucket::of(step.outputs.len(), 1, false), inputs.shape.edits > 0)?, inputs.shape));
+            programs.push((
+                self.head(Bucket::of(step.outputs.len(), 1, Alone::None), inputs.shape.edits > 0)?,
+                inputs.shape,
+            ));
         }
         let w = &self.work;
         let mut writes: Vec<(BufferId, &[u8])> = vec![
@@ -600,7 +604,7 @@ impl Stage {
         };
         let mut programs = vec![(self.body(body_bucket(&shape), self.weights.layers.len())?, shape)];
         if self.layout.head.is_some() && outputs > 0 {
-            programs.push((self.head(Bucket::of(outputs, 1, false), false)?, shape));
+            programs.push((self.head(Bucket::of(outputs, 1, Alone::None), false)?, shape));
         }
         Ok(programs)
     }
@@ -666,7 +670,12 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 
 /// Which program computes the layers of a step.
 fn body_bucket(shape: &Shape) -> Bucket {
-    Bucket::of(shape.tokens as usize, shape.splits, shape.alone == shape.tokens)
+    let alone = match shape.alone {
+        0 => Alone::None,
+        alone if alone == shape.tokens => Alone::All,
+        _ => Alone::First,
+    };
+    Bucket::of(shape.tokens as usize, shape.splits, alone)
 }
 
 fn work_buffers(layout: &StageLayout, backend: &mut dyn Backend) -> Result<(WorkBuffers, Vec<BufferId>), DeviceError> {

@@ -21,8 +21,8 @@ pub fn best_chunks(stages: usize, alpha: f64, work: f64, most: usize) -> usize {
 }
 
 /// Cuts a prompt of `tokens` tokens behind `start` others into chunks for a pipeline of `stages` stages, of which the
-/// slowest costs `cost`. Their number is that of [`best_chunks`], more where `max_chunk` binds, and such that a chunk
-/// is a page at least; they take equally long, so later ones are shorter where attention grows.
+/// slowest costs `cost`. Their number is that of [`best_chunks`], at most that of the prompt's pages, and more where
+/// `max_chunk` binds; they take equally long, so later ones are shorter where attention grows.
 ///
 /// # Panics
 /// When `max_chunk` is 0.

@@ -40,16 +40,25 @@ pub enum Bucket {
     },
     /// Any number of tokens.
     Many {
-        /// Whether all attend on their own, as in decode of many sequences; else only the first of the step, and the others
-        /// in tiles of a sequence's tokens.
-        alone: bool,
+        /// Which attend on their own; the others do in tiles of a sequence's tokens.
+        alone: Alone,
     },
 }
 
+/// Which tokens of a step attend on their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Alone {
+    /// None: prefill.
+    None,
+    /// The first of the step: prefill beside decode.
+    First,
+    /// All: decode of many sequences.
+    All,
+}
+
 impl Bucket {
-    /// The bucket for `tokens` tokens whose longest context has `splits` splits of attention; `alone`: all attend on their
-    /// own.
-    pub fn of(tokens: usize, splits: u32, alone: bool) -> Bucket {
+    /// The bucket for `tokens` tokens whose longest context has `splits` splits of attention.
+    pub fn of(tokens: usize, splits: u32, alone: Alone) -> Bucket {
         if tokens <= FEW_TOKENS {
             Bucket::Few { cols: tokens.next_power_of_two() as u32, short: splits <= 1 }
         } else {
@@ -379,10 +388,12 @@ impl<'a> Ops<'a> {
             Bucket::Few { .. } => self.attention_in_splits(layer, consumer, Count::Tokens),
             Bucket::Many { alone } => {
                 // Tiles make activations of all tokens, of which those that attend on their own are replaced.
-                if !alone {
+                if alone != Alone::All {
                     self.attention_in_tiles(layer, consumer);
                 }
-                self.attention_in_splits(layer, consumer, Count::Alone);
+                if alone != Alone::None {
+                    self.attention_in_splits(layer, consumer, Count::Alone);
+                }
             }
         }
         self.work.act
