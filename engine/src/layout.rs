@@ -2,6 +2,8 @@
 //!
 //! The same numbers make the answer of `pp-run plan` and the buffers of an opened stage, so the two agree.
 
+mod source;
+
 use std::ops::Range;
 
 use pp_shaders::profile::{HEAD_DIMS, TOP_K, TOP_K_CHUNK};
@@ -10,12 +12,13 @@ use pp_transport::frame::PAYLOAD_BYTES_MAX;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::arch::{self, Arch, Bias, UnknownArch};
+use crate::arch::{self, Arch, UnknownArch};
 use crate::backend::DeviceLimits;
 use crate::checkpoint::{Checkpoint, CheckpointError, TensorInfo};
 use crate::program::ops::{Dims, FEW_TOKENS};
 use crate::quant::{device_format, row_blocks};
 use crate::wire::Wire;
+use source::Source;
 
 /// Most tokens of a micro-batch: beyond this, buffers between kernels dwarf the weights.
 pub const CHUNK_MAX: usize = 8192;
@@ -502,7 +505,7 @@ impl StageLayout {
     /// Tokens of a step that may attend on their own where there are many: there is room for what they have of each split.
     pub fn alone_max(&self) -> usize {
         let each = 4 * self.dims.heads * self.dims.head_dim * self.splits_max();
-        (PARTS_BYTES_MAX / each).min(self.options.chunk).max(FEW_TOKENS)
+        (PARTS_BYTES_MAX / each).min(self.options.sequences).min(self.options.chunk).max(FEW_TOKENS)
     }
 
     fn meets(&self, act: Act) -> bool {
@@ -576,127 +579,4 @@ fn kv_groups(dims: &Dims, options: &StageOptions, limit: usize) -> Result<Vec<(u
         return Err(LayoutError::KvBinding { tokens: options.kv_tokens, bytes, limit, fits });
     }
     Ok((0..dims.kv_heads).step_by(fit).map(|first| (first, fit.min(dims.kv_heads - first))).collect())
-}
-
-/// Finds tensors and joins them into matrices.
-struct Source<'a> {
-    checkpoint: &'a Checkpoint,
-    dims: &'a Dims,
-    limit: usize,
-}
-
-impl Source<'_> {
-    fn vector(&self, name: &str, len: usize) -> Result<TensorInfo, LayoutError> {
-        let tensor = self.checkpoint.require(name, &[len])?;
-        if tensor.dtype.block_elements() > 1 {
-            return Err(LayoutError::Vector { tensor: name.to_owned(), found: tensor.dtype.name() });
-        }
-        Ok(tensor.clone())
-    }
-
-    /// A matrix with a bias where the checkpoint has one.
-    fn part(&self, name: &str, rows: usize, cols: usize, bias: Bias) -> Result<Part, LayoutError> {
-        let tensor = self.checkpoint.require(&format!("{name}.weight"), &[rows, cols])?.clone();
-        let bias_name = format!("{name}.bias");
-        let bias = match bias {
-            Bias::Optional if self.checkpoint.tensor(&bias_name).is_none() => None,
-            _ => Some(self.vector(&bias_name, rows)?),
-        };
-        Ok(Part { tensor, bias, interleaved: None })
-    }
-
-    fn layer(&self, arch: &Arch, index: usize) -> Result<LayerLayout, LayoutError> {
-        let d = self.dims;
-        let name = |what: &str| format!("blk.{index}.{what}");
-        let interleaved = self.checkpoint.rope_interleaved().then_some(d.head_dim);
-        let mut q = self.part(&name("attn_q"), d.heads * d.head_dim, d.hidden, arch.qkv_bias)?;
-        let mut k = self.part(&name("attn_k"), d.kv_heads * d.head_dim, d.hidden, arch.qkv_bias)?;
-        let v = self.part(&name("attn_v"), d.kv_heads * d.head_dim, d.hidden, arch.qkv_bias)?;
-        q.interleaved = interleaved;
-        k.interleaved = interleaved;
-        let qk_norms = if arch.qk_norm {
-            Some([
-                self.vector(&name("attn_q_norm.weight"), d.head_dim)?,
-                self.vector(&name("attn_k_norm.weight"), d.head_dim)?,
-            ])
-        } else {
-            None
-        };
-        let optional = |what: &str, rows, cols| self.part(&name(what), rows, cols, Bias::Optional);
-        let mut gate_up = self.join(vec![
-            optional("ffn_gate", d.intermediate, d.hidden)?,
-            optional("ffn_up", d.intermediate, d.hidden)?,
-        ])?;
-        // In turns of 8, what belongs together comes out of one workgroup.
-        if let [matrix] = gate_up.as_mut_slice() {
-            matrix.paired = d.intermediate.is_multiple_of(8);
-        }
-        Ok(LayerLayout {
-            index,
-            attn_norm: self.vector(&name("attn_norm.weight"), d.hidden)?,
-            qkv: self.join(vec![q, k, v])?,
-            qk_norms,
-            output: self.join(vec![optional("attn_output", d.hidden, d.heads * d.head_dim)?])?,
-            ffn_norm: self.vector(&name("ffn_norm.weight"), d.hidden)?,
-            gate_up,
-            down: self.join(vec![optional("ffn_down", d.hidden, d.intermediate)?])?,
-        })
-    }
-
-    fn embedding(&self) -> Result<MatrixLayout, LayoutError> {
-        let tensor = self.checkpoint.require("token_embd.weight", &[self.dims.vocab, self.dims.hidden])?.clone();
-        self.matrix(vec![Part { tensor, bias: None, interleaved: None }], 0)
-    }
-
-    /// The LM head; a checkpoint without one uses the embedding, whatever its configuration says.
-    fn head(&self, holds_embedding: bool) -> Result<HeadLayout, LayoutError> {
-        let norm = self.vector("output_norm.weight", self.dims.hidden)?;
-        let own = self.checkpoint.tensor("output.weight").is_some()
-            || self.checkpoint.unsupported().iter().any(|(name, _)| name == "output.weight");
-        if !own {
-            if !self.checkpoint.config.tie_embeddings {
-                tracing::warn!(
-                    "the configuration says that embedding and LM head are not tied, but there is no `output.weight`: the embedding is used for both"
-                );
-            }
-            return Ok(HeadLayout { norm, matrix: self.embedding()?, shares_embedding: holds_embedding });
-        }
-        let matrix = self.matrix(vec![self.part("output", self.dims.vocab, self.dims.hidden, Bias::Optional)?], 0)?;
-        Ok(HeadLayout { norm, matrix, shares_embedding: false })
-    }
-
-    /// Neighbours of one format become one matrix.
-    fn join(&self, parts: Vec<Part>) -> Result<Vec<MatrixLayout>, LayoutError> {
-        let mut groups: Vec<Vec<Part>> = Vec::new();
-        for part in parts {
-            match groups.last_mut() {
-                Some(group) if device_format(group[0].tensor.dtype) == device_format(part.tensor.dtype) => {
-                    group.push(part)
-                }
-                _ => groups.push(vec![part]),
-            }
-        }
-        let mut y_offset = 0;
-        let mut matrices = Vec::new();
-        for group in groups {
-            let matrix = self.matrix(group, y_offset)?;
-            y_offset += matrix.rows;
-            matrices.push(matrix);
-        }
-        Ok(matrices)
-    }
-
-    fn matrix(&self, parts: Vec<Part>, y_offset: usize) -> Result<MatrixLayout, LayoutError> {
-        let format = device_format(parts[0].tensor.dtype);
-        let cols = parts[0].tensor.row_elements();
-        let rows = parts.iter().map(|part| part.tensor.shape[0]).sum();
-        // Chunks begin at multiples of 64 rows: streams of half words stay aligned.
-        let row = format.stream_bytes(64, row_blocks(cols)).into_iter().max().unwrap_or(0);
-        let most = self.limit / row.max(1) * 64;
-        if most == 0 {
-            return Err(LayoutError::Binding { tensor: parts[0].tensor.name.clone(), bytes: row, limit: self.limit });
-        }
-        let chunks = (0..rows).step_by(most).map(|first| first..rows.min(first + most)).collect();
-        Ok(MatrixLayout { parts, format, y_offset, rows, cols, paired: false, chunks })
-    }
 }

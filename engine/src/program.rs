@@ -77,11 +77,12 @@ pub struct Shape {
     pub outputs: u32,
     /// Edits of logits, as many as the buffer of edits is filled with.
     pub edits: u32,
-    /// Tokens, the first of the step, that attend on their own where many are in the step.
+    /// Tokens, the first of the step, that are all of their sequence in it. They attend on their own where the step has many;
+    /// of few tokens all do.
     pub alone: u32,
     /// Attention tiles of the others (prefill).
     pub tiles: u32,
-    /// Splits of the longest context (decode).
+    /// Splits of the longest context.
     pub splits: u32,
 }
 

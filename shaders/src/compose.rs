@@ -36,6 +36,11 @@ const FILES: &[(&str, &str)] = &[
     ("kv/f16_wide", include_str!("../wgsl/kv/f16_wide.wgsl")),
 ];
 
+/// The text of every file that kernels import.
+pub(crate) fn texts() -> impl Iterator<Item = &'static str> {
+    FILES.iter().map(|(_, text)| *text)
+}
+
 /// The kernel's text with its imports resolved. `choices` says which file stands behind an import name that is
 /// not a file of `shared` (such as `quant`).
 ///

@@ -1,6 +1,6 @@
 //! The table of kernels, and the variants that a program may ask for.
 
-use crate::compose::compose;
+use crate::compose::{self, compose};
 use crate::format::{Act, Format, KvType};
 use crate::params;
 
@@ -275,6 +275,11 @@ pub struct Variant {
     pub shared: bool,
     /// Sizes fixed in its text.
     pub constants: Vec<(&'static str, u32)>,
+}
+
+/// All WGSL text that kernels are made of: whoever keeps what kernels took hashes it.
+pub fn texts() -> impl Iterator<Item = &'static str> {
+    KERNELS.iter().map(|entry| entry.source).chain(compose::texts())
 }
 
 impl Variant {

@@ -1,7 +1,9 @@
 //! Calibrations of before, in a file of JSON that any number of programs may share.
 
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
+use pp_shaders::{Profile, registry};
 use serde::{Deserialize, Serialize};
 
 use super::{Calibration, Shape, cores, driver_threads};
@@ -56,9 +58,21 @@ impl Key {
     fn new(device: String, driver: String, profile: String, threads: String, shape: &Shape) -> Key {
         let bytes = postcard::to_stdvec(shape).expect("plain data always has an encoding");
         let shape = blake3::hash(&bytes).to_hex()[..32].to_owned();
-        let program = format!("{} {}", env!("CARGO_PKG_VERSION"), pp_shaders::KERNEL_ORDER_VERSION);
-        Key { device, driver, profile, threads, shape, program }
+        Key { device, driver, profile, threads, shape, program: program().to_owned() }
     }
+}
+
+/// The program's version, and a digest of its kernels and their sizes: other kernels take other times.
+fn program() -> &'static str {
+    static PROGRAM: OnceLock<String> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        let mut hasher = blake3::Hasher::new();
+        for text in registry::texts() {
+            hasher.update(text.as_bytes()).update(&[0]);
+        }
+        hasher.update(format!("{:?}", Profile::ALL).as_bytes());
+        format!("{} {}", env!("CARGO_PKG_VERSION"), &hasher.finalize().to_hex()[..32])
+    })
 }
 
 #[derive(Debug, Default, Serialize, Deserialize)]

@@ -58,7 +58,13 @@ impl Curve {
         self.map(self, |a, _| a * factor)
     }
 
-    /// Seconds for `tokens` tokens, each with `context` positions before the micro-batch.
+    /// Seconds for a token of each of `sequences` sequences that decode, each with `context` positions before it. They attend
+    /// on their own, however many there are.
+    pub fn decode(&self, sequences: usize, context: usize) -> f64 {
+        self.step(sequences) + self.decode_position * sequences as f64 * context as f64
+    }
+
+    /// Seconds for `tokens` tokens of a prompt, each with `context` positions before the micro-batch.
     pub fn at(&self, tokens: usize, context: usize) -> f64 {
         let position = if tokens <= FEW_TOKENS { self.decode_position } else { self.prefill_position };
         self.step(tokens) + position * tokens as f64 * context as f64
@@ -108,6 +114,11 @@ mod tests {
             assert!((curve.at(tokens, context) / wanted - 1.0).abs() < 0.03, "{tokens} behind {context}");
         }
         assert_eq!(curve.step(3), curve.step(4), "kernels are made for four");
+        // Few tokens of a prompt attend as those that decode do, many in tiles.
+        let tiled = Curve { prefill_position: curve.decode_position / 8.0, ..curve };
+        assert_eq!(tiled.decode(8, 4000), tiled.at(8, 4000));
+        let (alone, in_tiles) = (tiled.decode(16, 4000) - tiled.step(16), tiled.at(16, 4000) - tiled.step(16));
+        assert!((alone / in_tiles - 8.0).abs() < 1e-9);
         let found = curve.law();
         assert!((found.alpha / law.alpha - 1.0).abs() < 0.02 && (found.beta / law.beta - 1.0).abs() < 0.02);
     }

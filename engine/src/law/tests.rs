@@ -102,9 +102,12 @@ fn ring_round(ring: &Ring, sizes: &[usize]) -> f64 {
     (ready[0] - half) / (rounds / 2) as f64
 }
 
+/// Rounds of [`crowded_round`], of which the first half is not counted: groups gather before the slowest stage.
+const CROWDED: usize = 1000;
+
 /// As [`ring_round`] without hops, where stages whose parts of something are `parts` compute at fair shares.
 fn crowded_round(times: &[f64], parts: &[f64], groups: usize) -> f64 {
-    let rounds = 200;
+    let rounds = CROWDED;
     let mut queues = vec![std::collections::VecDeque::new(); times.len()];
     queues[0].extend(0..groups);
     let mut left = times.to_vec();
@@ -188,12 +191,15 @@ proptest! {
 
     #[test]
     fn stages_that_share_take_no_less_than_the_law_says_and_two_take_that(
-        stages in prop::collection::vec((0.1..5.0f64, prop::sample::select(vec![0.25, 0.5, 0.75, 1.0])), 2..=4),
+        // Multiples of a tenth: of stages that are almost as slow as each other groups would gather before none for long.
+        stages in prop::collection::vec((1..=50u32, prop::sample::select(vec![0.25, 0.5, 0.75, 1.0])), 2..=4),
         groups in 1usize..12,
     ) {
-        let (times, parts): (Vec<f64>, Vec<f64>) = stages.into_iter().unzip();
+        let (times, parts): (Vec<f64>, Vec<f64>) =
+            stages.into_iter().map(|(tenths, part)| (f64::from(tenths) * 0.1, part)).unzip();
         let (round, law) = (crowded_round(&times, &parts, groups), crowd(&times, &parts, groups));
-        prop_assert!(round >= law * (1.0 - 1e-6), "{round} for {law}");
+        // While groups still gather, what is counted may begin and end up to a round apart at another stage.
+        prop_assert!(round >= law * (1.0 - 2.0 / CROWDED as f64), "{round} for {law}");
         if times.len() == 2 && groups > 1 {
             prop_assert!(round <= law * (1.0 + 1e-6), "{round} for {law}");
         }

@@ -37,9 +37,9 @@ fn round(problem: &Problem, stages: &[Stage], load: &Load, groups: usize) -> f64
     let context = load.context();
     // Groups have one of two sizes: a line through both is the curve.
     let line = |curve: &Curve| {
-        let beta = curve.at(large, context) - curve.at(small, context);
+        let beta = curve.decode(large, context) - curve.decode(small, context);
         let beta = if large > small { beta } else { 0.0 };
-        StageCost { alpha: curve.at(small, context) - beta * small as f64, beta, attention: 0.0 }
+        StageCost { alpha: curve.decode(small, context) - beta * small as f64, beta, attention: 0.0 }
     };
     let costs: Vec<StageCost> = stages.iter().map(|stage| line(&problem.curve(stage))).collect();
     let hops: Vec<HopCost> =
@@ -151,10 +151,10 @@ pub fn share(problem: &Problem, stages: &[Stage], load: &Load) -> Vec<StageShare
         let curve = problem.curve(stage);
         let (small, larger) = (load.concurrency / groups, load.concurrency % groups);
         let context = load.context();
-        let busy = (groups - larger) as f64 * curve.at(small, context)
-            + if larger > 0 { larger as f64 * curve.at(small + 1, context) } else { 0.0 };
+        let busy = (groups - larger) as f64 * curve.decode(small, context)
+            + if larger > 0 { larger as f64 * curve.decode(small + 1, context) } else { 0.0 };
         StageShare {
-            step_seconds: curve.at(load.concurrency.div_ceil(groups), context),
+            step_seconds: curve.decode(load.concurrency.div_ceil(groups), context),
             busy: if round > 0.0 { busy / round } else { 0.0 },
         }
     };

@@ -103,14 +103,14 @@ impl Ask<'_> {
             (_, Some(groups)) => {
                 let context = self.wish.load.context();
                 let (small, larger) = (concurrency / groups, concurrency % groups);
-                let busy = (groups - larger) as f64 * curve.at(small, context)
-                    + if larger > 0 { larger as f64 * curve.at(small + 1, context) } else { 0.0 };
-                [curve.at(concurrency.div_ceil(groups), context), busy]
+                let busy = (groups - larger) as f64 * curve.decode(small, context)
+                    + if larger > 0 { larger as f64 * curve.decode(small + 1, context) } else { 0.0 };
+                [curve.decode(concurrency.div_ceil(groups), context), busy]
             }
             (_, None) => {
                 let (_, tokens) = self.wish.load.chunks();
                 let chunk = curve.at(tokens, self.wish.load.prompt / 2);
-                [chunk + answer as f64 * curve.at(1, self.wish.load.context()), chunk]
+                [chunk + answer as f64 * curve.decode(1, self.wish.load.context()), chunk]
             }
         }
     }

@@ -10,7 +10,8 @@ use pp_shaders::{Act, BLOCK, Kernel, KvType, Profile, SPLIT, Variant};
 
 use super::{BufferId, Count, Grid, Op, Program};
 
-/// Most tokens that the matvec kernels and decode attention take at once.
+/// Most tokens of a step that the kernels for few take at once: above, products are matmuls, and only who decodes attends on
+/// its own.
 pub const FEW_TOKENS: usize = 8;
 
 /// Numbers of a model that programs are made of.

@@ -117,7 +117,7 @@ impl Scheduler {
     pub fn recover(&mut self, limits: Limits, shares: Vec<Share>, kept: &[Kept]) -> Rebuild {
         let space = |limits: &Limits| (limits.pages, limits.context, limits.sequences, limits.prefix_cache);
         let is_same_space = space(&limits) == space(&self.limits);
-        if limits.stages != self.limits.stages || shares != self.fits.shares() {
+        if (limits.stages, limits.tile) != (self.limits.stages, self.limits.tile) || shares != self.fits.shares() {
             self.fits = Fits::new(limits.stages, shares, limits.tile);
             self.watches = Watches::new(limits.stages);
         }

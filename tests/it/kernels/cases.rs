@@ -539,14 +539,16 @@ fn attention(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, kv: 
                 outputs: vec![(5, words_like), (6, Compare::Relative(2e-3))],
             });
         }
-        for act in [Act::F32, Act::Q8] {
+        // Also in tiles, as for many sequences at once.
+        for (act, lanes) in [Act::F32, Act::Q8].into_iter().flat_map(|act| [(act, 1), (act, profile.act_lanes())]) {
             let blocks = row_blocks(heads * dim);
+            let padded = few.next_multiple_of(lanes as usize);
             let p = params::AttnReduce {
                 tokens: 0,
                 heads: heads_u,
                 splits: splits as u32,
                 blocks: blocks as u32,
-                act_lanes: 1,
+                act_lanes: lanes,
             };
             let stat = (0..parts).flat_map(|_| [random.float().to_bits(), (1.5 + random.float()).to_bits()]).collect();
             cases.push(Case {
@@ -557,8 +559,8 @@ fn attention(cases: &mut Vec<Case>, random: &mut Random, profile: &Profile, kv: 
                     random.floats(parts * dim),
                     stat,
                     tokens.clone(),
-                    vec![0; few * blocks * act.block_words()],
-                    vec![0; 2 * few * blocks],
+                    vec![0; padded * blocks * act.block_words()],
+                    vec![0; 2 * padded * blocks],
                 ],
                 grid: Grid::Flat { items: blocks as u32, workgroup: profile.flat },
                 shape,

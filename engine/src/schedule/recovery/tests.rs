@@ -381,6 +381,24 @@ fn what_is_remembered_stays_where_every_stage_has_it() {
 }
 
 #[test]
+fn costs_of_a_pipeline_with_other_kernels_are_guessed_anew() {
+    let limits = |tile| Limits { tile, batch_tokens: 256, ..limits(2, 64, false) };
+    let first = |mut scheduler: Scheduler| {
+        scheduler.submit(Job { prompt: vec![7; 200], ..Job::default() }, 0).unwrap();
+        match scheduler.next(0) {
+            Next::Send(batch) => batch.prefill_tokens,
+            other => panic!("{other:?}"),
+        }
+    };
+    let mut moved = Scheduler::new(limits(64));
+    let nothing = [0..1, 1..2].map(|layers| Kept { layers, ..Kept::default() });
+    moved.recover(limits(8), Vec::new(), &nothing);
+    let (card, software) = (first(Scheduler::new(limits(64))), first(Scheduler::new(limits(8))));
+    assert!(software < card, "{software} and {card}");
+    assert_eq!(first(moved), software);
+}
+
+#[test]
 fn a_pipeline_with_other_pages_begins_again_and_says_what_does_not_fit() {
     let mut pipe = asked(limits(2, 24, true), &[]);
     pipe.ask((0..90).collect(), 1, 20);
