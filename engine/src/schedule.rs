@@ -439,10 +439,10 @@ impl Scheduler {
             }
             let sequence = &self.sequences[&choice];
             let size = match self.fits.costs() {
-                Some(costs) => costs.chunk_at(self.chunk, sequence.sent),
+                Some(costs) => costs.chunk_at(self.chunk, sequence.sent).max(least),
                 None => self.chunk,
             };
-            let size = if sequence.left() <= size + left_over { sequence.left() } else { size.max(least) };
+            let size = if sequence.left() <= size + left_over { sequence.left() } else { size };
             let count = size.min(share).min(left);
             let before = decode + batch.prefill_tokens;
             let count = if count < sequence.left() {

@@ -278,3 +278,21 @@ fn a_pipeline_that_fails_is_told_and_replaced() {
     assert_eq!(opened.load(Ordering::Relaxed), 2);
     assert_eq!(answers(service.notices(request(1, 4, 40))).unwrap()[0].tokens.len(), 40);
 }
+
+#[test]
+fn a_panic_is_told_to_everybody_and_nobody_waits_behind_it() {
+    let service = service();
+    let running = service.notices(request(1, 40, 120));
+    let _panics = service.submit(request(2, 4, 20), |notice| {
+        assert!(!matches!(notice, Notice::Event(Event::Token { .. })), "the test's own");
+    });
+    let is_told = |found: &Result<Vec<Answer>, ServiceError>| matches!(found, Err(ServiceError::Down(failure)) if failure.reason.contains("the test's own"));
+    let found = answers(running);
+    assert!(is_told(&found), "{found:?}");
+    eventually(&service, "it is seen", |standing| standing.down.is_some() && standing.requests == 0);
+    let late = answers(service.notices(request(3, 4, 4)));
+    assert!(is_told(&late), "{late:?}");
+    assert!(matches!(probe(&service, SOON), Err(ServiceError::Down(_))));
+    assert!(service.fault().is_some_and(|fault| fault.reason.contains("a fault in pp-run")));
+    drop(service);
+}

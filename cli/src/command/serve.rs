@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use pp_engine::checkpoint::Checkpoint;
 use pp_engine::digest::Digest;
 use pp_engine::head::service::{NotReopened, Reopen, Service};
@@ -186,7 +186,7 @@ async fn serve(
     let (stop, stopping) = watch::channel(false);
     let router = api::router(&state);
     let serving = tokio::spawn(api::server::serve(listener, router, connections_max, stopping));
-    while !cancel::flag().load(Ordering::Relaxed) {
+    while !cancel::flag().load(Ordering::Relaxed) && state.service.fault().is_none() {
         tokio::time::sleep(LOOK).await;
     }
     state.service.drain();
@@ -204,7 +204,12 @@ async fn serve(
     let _ = stop.send(true);
     state.service.end();
     let _ = tokio::time::timeout(FAREWELL, serving).await;
-    Ok(())
+    match state.service.fault() {
+        Some(fault) => {
+            Err(anyhow!("{}: please report it with what was said above; start the server again", fault.reason))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Loads the pipeline.

@@ -12,7 +12,7 @@ mod driver;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -120,6 +120,15 @@ enum Ask {
     Probe { within: Duration, hear: HearProbe },
 }
 
+impl Ask {
+    fn refuse(self, error: ServiceError) {
+        match self {
+            Ask::Answer { mut hear, .. } => hear(Notice::Refused(error)),
+            Ask::Probe { hear, .. } => hear(Err(error)),
+        }
+    }
+}
+
 /// A pipeline that the service drives, or drove last: what others may look at while it runs.
 #[derive(Debug)]
 pub struct Pipe {
@@ -189,6 +198,7 @@ struct Shared {
     interrupt: AtomicBool,
     draining: AtomicBool,
     stop: AtomicBool,
+    fault: OnceLock<Failure>,
 }
 
 impl Shared {
@@ -260,6 +270,7 @@ impl Service {
             interrupt: AtomicBool::new(false),
             draining: AtomicBool::new(false),
             stop: AtomicBool::new(false),
+            fault: OnceLock::new(),
         });
         let driver = Driver::new(head, reopen, asked, shared.clone());
         let thread = std::thread::Builder::new().name("head".to_owned()).spawn(move || driver.run())?;
@@ -313,6 +324,11 @@ impl Service {
     /// The pipeline that runs, or ran last.
     pub fn pipe(&self) -> Arc<Pipe> {
         self.shared.view().pipe()
+    }
+
+    /// A fault of this program (a panic) that nothing goes on behind: everybody has heard it, and it is time to end.
+    pub fn fault(&self) -> Option<&Failure> {
+        self.shared.fault.get()
     }
 
     /// Takes no new requests; those that run go on. [`Standing::requests`] says when there are none.

@@ -1,4 +1,11 @@
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+
+use super::cost::attended;
 use super::*;
+use crate::law::StageCost;
+use crate::random::Random;
 
 fn limits() -> Limits {
     Limits {
@@ -262,4 +269,100 @@ fn a_broken_pipe_begins_again_with_what_is_known() {
     scheduler.restart();
     let again = sent(&mut scheduler);
     assert_eq!((again.parts[0].start, &again.parts[0].ids), (0, &vec![7, 7, 7, 7, 9]));
+}
+
+/// What a scheduler sends, checked part by part, and answered as stages of these costs would.
+struct Checked {
+    scheduler: Scheduler,
+    stages: Vec<StageCost>,
+    /// Tokens of each sequence so far, and how many are wanted.
+    known: HashMap<Choice, (Vec<u32>, usize)>,
+    /// Positions sent of each name.
+    sent: HashMap<u64, usize>,
+    moving: VecDeque<Batch>,
+}
+
+impl Checked {
+    /// Sends the next micro-batch, where there is one.
+    fn send(&mut self) -> bool {
+        let limits = *self.scheduler.limits();
+        let Next::Send(batch) = self.scheduler.next(0) else { return false };
+        let tokens: usize = batch.parts.iter().map(|part| part.ids.len()).sum();
+        assert_eq!(tokens, batch.decode_tokens + batch.prefill_tokens);
+        assert!(tokens <= limits.batch_tokens, "{tokens} tokens");
+        assert!(batch.parts.len() <= limits.outputs.min(limits.sequences), "{} parts", batch.parts.len());
+        for part in &batch.parts {
+            let (known, _) = &self.known[&part.choice];
+            let sent = self.sent.entry(part.sequence).or_default();
+            let end = part.start + part.ids.len();
+            assert_eq!((part.start, &part.ids[..]), (*sent, &known[*sent..end]), "each token once, in order");
+            assert!(!part.ids.is_empty(), "{part:?}");
+            assert_eq!(part.draws, end == known.len());
+            *sent = end;
+        }
+        self.moving.push_back(batch);
+        true
+    }
+
+    /// Answers the oldest micro-batch, where there is one.
+    fn answer(&mut self) -> bool {
+        let Some(batch) = self.moving.pop_front() else { return false };
+        let tokens = batch.decode_tokens + batch.prefill_tokens;
+        let attended = batch.parts.iter().map(|part| attended(part.start, part.ids.len())).sum();
+        let seconds = |stage: &StageCost| stage.alpha + stage.beta * tokens as f64 + stage.attention * attended;
+        let seconds: Vec<f64> = self.stages.iter().map(seconds).collect();
+        self.scheduler.measured(tokens, attended, &seconds, 1e-4);
+        for choice in self.scheduler.answered().into_iter().flatten() {
+            let (known, wanted) = self.known.get_mut(&choice).expect("it was asked for");
+            let token = known.len() as u32;
+            known.push(token);
+            let is_last = known.len() == *wanted;
+            self.scheduler.drawn(choice, token, is_last);
+        }
+        true
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(500))]
+
+    /// Whatever the bounds are, and whatever stages are measured to cost.
+    #[test]
+    fn every_token_is_sent_once_and_in_order(
+        seed in any::<u64>(),
+        sequences in 1usize..10,
+        batch_tokens in 1usize..300,
+        tile in 0usize..40,
+        pages in 16usize..60,
+        costs in prop::collection::vec((0.0..0.1f64, 1e-6..0.01f64, 0.0..1e-4f64), 1..5),
+        jobs in prop::collection::vec((1usize..400, 1usize..40), 1..24),
+    ) {
+        let limits = Limits { stages: costs.len(), sequences, batch_tokens, tile, pages, queue: 100, ..limits() };
+        let stages = costs.iter().map(|&(alpha, beta, attention)| StageCost { alpha, beta, attention }).collect();
+        let (known, sent, moving) = (HashMap::new(), HashMap::new(), VecDeque::new());
+        let mut pipe = Checked { scheduler: Scheduler::new(limits), stages, known, sent, moving };
+        let mut random = Random::new(seed);
+        let mut jobs = jobs.into_iter().peekable();
+        loop {
+            if let Some((tokens, answer)) = jobs.next_if(|_| random.between(0, 5) == 0 || pipe.moving.is_empty()) {
+                let prompt: Vec<u32> = (0..tokens as u32).map(|i| i * 7).collect();
+                let job = Job { prompt: prompt.clone(), ..Job::default() };
+                let request = pipe.scheduler.submit(job, 0).unwrap();
+                pipe.known.insert(Choice { request, index: 0 }, (prompt, tokens + answer));
+            }
+            let mut moves: [fn(&mut Checked) -> bool; 2] = [Checked::send, Checked::answer];
+            if random.between(0, 1) == 0 {
+                moves.reverse();
+            }
+            let went_on = moves.iter().any(|go_on| go_on(&mut pipe));
+            if !went_on && jobs.peek().is_none() {
+                break;
+            }
+        }
+        prop_assert!(matches!(pipe.scheduler.next(0), Next::Idle));
+        for (known, wanted) in pipe.known.values() {
+            prop_assert_eq!(known.len(), *wanted);
+        }
+        prop_assert_eq!(pipe.scheduler.status().held_pages, 0);
+    }
 }

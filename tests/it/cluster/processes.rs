@@ -12,6 +12,8 @@ use crate::support::data;
 
 /// How long anything may take that is waited for: much, as tests share few cores.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// Lines shown of what a process said where its test failed.
+const LINES_SHOWN: usize = 60;
 
 /// A machine: a home with all that is in it.
 pub struct Machine {
@@ -199,9 +201,19 @@ impl Running {
 }
 
 impl Drop for Running {
+    #[expect(clippy::print_stdout, reason = "shown with what the test said, and only where it failed")]
     fn drop(&mut self) {
+        let ended = self.child.try_wait();
         let _ = self.child.kill();
         let _ = self.child.wait();
+        if std::thread::panicking() {
+            let ended =
+                ended.ok().flatten().map_or_else(|| "was running".to_owned(), |status| format!("had ended, {status}"));
+            let said = self.err.all();
+            let latest: Vec<&str> = said.lines().rev().take(LINES_SHOWN).collect();
+            let latest: Vec<&str> = latest.into_iter().rev().collect();
+            println!("process {} {ended}; it said at last:\n{}", self.child.id(), latest.join("\n"));
+        }
     }
 }
 

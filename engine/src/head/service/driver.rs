@@ -1,5 +1,6 @@
 //! The thread of a service: turns the head, and looks what is asked of it in between.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -143,6 +144,13 @@ impl Driver {
 
     /// Until the service is stopped.
     pub(super) fn run(mut self) {
+        match std::panic::catch_unwind(AssertUnwindSafe(|| self.drive())) {
+            Ok(()) => self.end(),
+            Err(panic) => self.broke(panic.as_ref()),
+        }
+    }
+
+    fn drive(&mut self) {
         while !self.shared.stop.load(Ordering::Acquire) {
             // Before it is looked at what was asked: what is asked from now on interrupts the turn.
             if self.shared.interrupt.swap(false, Ordering::AcqRel) {
@@ -166,7 +174,33 @@ impl Driver {
                 self.wait();
             }
         }
-        self.end();
+    }
+
+    /// A fault of this program: what the head knows cannot be relied upon. Everybody hears it, also those who ask until
+    /// the service is ended.
+    fn broke(mut self, panic: &(dyn Any + Send)) {
+        let said = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+        let failure = Failure { stage: None, reason: format!("a fault in pp-run: {}", said.unwrap_or("a panic")) };
+        tracing::error!(reason = %failure.reason, "the head has panicked");
+        {
+            let mut view = self.shared.view();
+            view.failed(&failure, false);
+            view.requests = 0;
+        }
+        for mut running in std::mem::take(&mut self.running).into_values() {
+            quietly(|| (running.hear)(Notice::Failed(failure.clone())));
+        }
+        for probing in std::mem::take(&mut self.probing) {
+            quietly(|| (probing.hear)(Err(failure.clone().into())));
+        }
+        let _ = self.shared.fault.set(failure.clone());
+        while !self.shared.stop.load(Ordering::Acquire) {
+            match self.asked.recv_timeout(IDLE) {
+                Ok(ask) => quietly(|| ask.refuse(failure.clone().into())),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
     }
 
     /// Waits for something to do.
@@ -417,16 +451,16 @@ impl Driver {
         let running: Vec<RequestId> = self.running.keys().copied().collect();
         running.into_iter().for_each(|request| self.head.cancel(request, &mut |event| events.push(event)));
         events.into_iter().for_each(|event| self.tell(event));
-        for ask in self.asked.try_iter() {
-            match ask {
-                Ask::Answer { mut hear, .. } => hear(Notice::Refused(ServiceError::Draining)),
-                Ask::Probe { hear, .. } => hear(Err(ServiceError::Draining)),
-            }
-        }
+        self.asked.try_iter().for_each(|ask| ask.refuse(ServiceError::Draining));
         for probing in self.probing {
             (probing.hear)(Err(ServiceError::Draining));
         }
     }
+}
+
+/// Tells somebody, who may be what panicked.
+fn quietly(tell: impl FnOnce()) {
+    let _ = std::panic::catch_unwind(AssertUnwindSafe(tell));
 }
 
 fn refusal(error: HeadError) -> ServiceError {
