@@ -422,13 +422,16 @@ pub struct PullArgs {
 Examples:
   pp-run plan -m qwen.gguf --stages 2                          what each stage would hold, and how fast it would be
   pp-run plan -m qwen.gguf --split 9,8,8,8 --ctx 4096
+  pp-run plan -m qwen.gguf --workers rig2,rig3 --split auto --concurrency 1,8     the split that is best for eight
   pp-run plan -m qwen.gguf --workers rig2,rig3 --split auto --optimize latency
   pp-run plan -m qwen.gguf --hardware cards.toml --concurrency 1,8,32   with cards that are not here
   pp-run plan -m qwen.gguf --stages 2 --no-measure             bytes only")]
 pub struct PlanArgs {
-    /// Requests at once that speeds are predicted for, comma-separated
-    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,2,4,8,16")]
-    pub concurrency: Vec<usize>,
+    /// Requests at once that speeds are predicted for, comma-separated (default: 1,2,4,8,16). Where they are typed, or
+    /// --optimize throughput is, the plan is for the most of them; else for one, as a plain run is. --max-sequences
+    /// says otherwise
+    #[arg(long, value_name = "N,…", value_delimiter = ',')]
+    concurrency: Vec<usize>,
     /// Tokens of a prompt in predictions
     #[arg(long, value_name = "TOKENS", default_value_t = 128)]
     pub prompt_tokens: usize,
@@ -633,6 +636,19 @@ pub struct TraceArgs {
     pub to: Option<f64>,
     #[command(flatten)]
     pub output: OutputArgs,
+}
+
+impl PlanArgs {
+    /// Requests at once that speeds are predicted for.
+    pub fn levels(&self) -> &[usize] {
+        if self.concurrency.is_empty() { &[1, 2, 4, 8, 16] } else { &self.concurrency }
+    }
+
+    /// Requests at once that the plan is for, where `--max-sequences` does not say.
+    pub fn sequences(&self) -> usize {
+        let is_one = self.concurrency.is_empty() && self.pipeline.optimize != Some(OptimizeArg::Throughput);
+        if is_one { 1 } else { self.levels().iter().copied().max().unwrap_or(1) }
+    }
 }
 
 /// `--optimize`

@@ -25,7 +25,7 @@ const COUNT_MAX: usize = 1 << 20;
 /// Plans and tells.
 pub fn run(args: &PlanArgs) -> Result<ExitCode> {
     let out = Out::new(args.output.json, false);
-    for level in &args.concurrency {
+    for level in args.levels() {
         if !(1..=SEQUENCES_MAX).contains(level) {
             return Err(usage(format!("--concurrency {level}: expected 1 to {SEQUENCES_MAX} requests at once")));
         }
@@ -41,7 +41,7 @@ pub fn run(args: &PlanArgs) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     // Who plans takes nothing from anybody.
-    let wanted = plan::Wanted { purpose: Purpose::Look, ..plan::Wanted::one(None) };
+    let wanted = plan::Wanted { purpose: Purpose::Look, ..plan::Wanted::several(None, args.sequences()) };
     let plan = plan::make(checkpoint, &args.pipeline, wanted, &out)?;
     let forecast = Forecast::wanted(&plan, &args.pipeline, &out)?;
     let forecast = forecast.map(|forecast| ForecastReport::new(&forecast, &asked(args, false)));
@@ -50,7 +50,7 @@ pub fn run(args: &PlanArgs) -> Result<ExitCode> {
 }
 
 fn asked(args: &PlanArgs, simulated: bool) -> Asked<'_> {
-    Asked { levels: &args.concurrency, prompt: args.prompt_tokens, answer: args.gen_tokens, simulated }
+    Asked { levels: args.levels(), prompt: args.prompt_tokens, answer: args.gen_tokens, simulated }
 }
 
 #[derive(Debug, Serialize)]

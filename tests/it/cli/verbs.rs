@@ -89,7 +89,17 @@ fn a_plan_predicts_says_why_and_measures_once() {
     assert!(!told.contains("measuring "), "{told}");
     assert_eq!(auto["split_by"], "measured");
     assert_eq!(auto["split"].as_array().expect("an array").iter().filter_map(Value::as_u64).sum::<u64>(), 33);
-    assert!(auto["split_reason"].as_str().is_some_and(|text| text.contains("by measured times, for one request")));
+    assert!(
+        auto["split_reason"].as_str().is_some_and(|text| text.contains("by measured times, for 3 requests at once"))
+    );
+    for (options, wanted) in [
+        (&[][..], "for one request"),
+        (&["--optimize", "throughput"], "for 16 requests at once"),
+        (&["--concurrency", "3,5", "--max-sequences", "2"], "for 2 requests at once"),
+    ] {
+        let (found, _) = plan(&[&["--split", "auto"], options].concat());
+        assert!(found["split_reason"].as_str().is_some_and(|text| text.contains(wanted)), "{options:?}: {found}");
+    }
     let file = cache.path().join("pp-run/calibration.json");
     std::fs::write(&file, "{").expect("writable");
     assert!(plan(&[]).1.contains("measuring "));

@@ -55,7 +55,7 @@ pub(super) fn plan(checkpoint: &Checkpoint, args: &PlanArgs, path: &Path) -> Res
     let max = checkpoint.config.context;
     let context = settings::context(pipeline.ctx, max)?;
     let chunk = settings::chunk(pipeline.max_batch_tokens, Profile::CARD.chunk)?;
-    let most = args.concurrency.iter().copied().max().unwrap_or(1);
+    let most = args.levels().iter().copied().max().unwrap_or(1);
     let sequences = settings::sequences(pipeline.max_sequences, most)?;
     let kv_tokens = settings::kv_tokens(pipeline.kv_tokens)?;
     let wire = settings::wire(pipeline.wire);

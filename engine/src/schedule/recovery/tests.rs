@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use proptest::prelude::*;
 
 use super::*;
+use crate::law::StageCost;
 use crate::random::Random;
 use crate::schedule::{Job, Status};
 use crate::sim::Model;
@@ -47,6 +48,8 @@ struct Pipe {
     wanted: BTreeMap<RequestId, usize>,
     /// Tokens that each layer has computed since the latest loss.
     computed: Vec<usize>,
+    /// What a layer is measured to cost, where it is.
+    layer: Option<StageCost>,
 }
 
 /// A stage for each of so many layers.
@@ -68,6 +71,7 @@ impl Pipe {
             answers: BTreeMap::new(),
             wanted: BTreeMap::new(),
             computed: vec![0; layers],
+            layer: None,
             scheduler: Scheduler::new(limits),
         }
     }
@@ -99,6 +103,15 @@ impl Pipe {
             }
             self.queues[place + 1].push_back(moving);
             return true;
+        }
+        if let Some(layer) = self.layer.filter(|_| moving.batch.from.is_none() && moving.batch.until.is_none()) {
+            let parts = &moving.batch.parts;
+            let tokens = parts.iter().map(|part| part.ids.len()).sum();
+            let attended = parts.iter().map(|part| attended(part.start, part.ids.len())).sum();
+            let seconds =
+                |layers: &Range<usize>| layers.len() as f64 * (layer.step(tokens as f64) + layer.attention * attended);
+            let seconds: Vec<f64> = self.cut.iter().map(seconds).collect();
+            self.scheduler.measured(tokens, attended, &seconds, 1e-4);
         }
         let choices = self.scheduler.answered();
         assert_eq!(choices.len(), moving.data.len(), "as many results as draws");
@@ -436,6 +449,7 @@ proptest! {
         layers in 4usize..8,
         pages in 12usize..40,
         cuts in prop::collection::vec((1usize..100, any::<u64>()), 1..6),
+        cost in prop::option::of((0.0..0.1f64, 1e-6..0.01f64, 0.0..1e-3f64)),
     ) {
         let mut random = Random::new(seed);
         let work = workload(&mut random);
@@ -449,6 +463,7 @@ proptest! {
         let first = divided(&mut random);
         let mut pipe = Pipe::cut(limits(first.len(), pages, true), first);
         work.iter().for_each(|(prompt, choices, count)| pipe.ask(prompt.clone(), *choices, *count));
+        pipe.layer = cost.map(|(alpha, beta, attention)| StageCost { alpha, beta, attention });
         for (moments, how) in cuts {
             pipe.go_on(&mut random, moments);
             let mut how = Random::new(how);
@@ -474,10 +489,12 @@ proptest! {
         losses in prop::collection::vec((1usize..120, prop::collection::vec(0usize..5, 0..3)), 1..6),
         cancelled in prop::option::of(1u64..7),
         logged in 0u32..40,
+        cost in prop::option::of((0.0..0.1f64, 1e-6..0.01f64, 0.0..1e-3f64)),
     ) {
         let mut random = Random::new(seed);
         let work = workload(&mut random);
         let mut pipe = asked(limits(stages, pages, prefix_cache), &work);
+        pipe.layer = cost.map(|(alpha, beta, attention)| StageCost { alpha, beta, attention });
         for (at, (moments, lost)) in losses.iter().enumerate() {
             let ended = pipe.go_on(&mut random, *moments);
             if at == 1 && let Some(request) = cancelled {
