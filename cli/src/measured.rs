@@ -259,13 +259,16 @@ pub struct Wanted {
     pub context_max: usize,
     /// Tokens of the largest micro-batch.
     pub chunk: usize,
+    /// Tokens of prompts that kernels compute at once.
+    pub tile: usize,
 }
 
 impl Wanted {
     /// The wish that the planner is asked for. Room for a context that nobody asked for is as much as any split has, up
     /// to 4096 positions a sequence.
     pub fn wish(&self, args: &PipelineArgs, problem: &Problem) -> Wish {
-        let load = Load { concurrency: self.sequences, prompt: PROMPT, answer: ANSWER, chunk: self.chunk };
+        let (concurrency, chunk, tile) = (self.sequences, self.chunk, self.tile);
+        let load = Load { concurrency, prompt: PROMPT, answer: ANSWER, chunk, tile };
         let wish = Wish {
             objective: objective(args.optimize.unwrap_or_default()),
             load,
@@ -343,8 +346,9 @@ impl Forecast {
         }
         let problem = problem(&plan.checkpoint, &plan.devices, &plan.pools, &plan.options, out)?;
         let stages = plan.specs.iter().map(|spec| Stage { device: spec.index, layers: spec.layers.clone() });
-        let load =
-            Load { concurrency: plan.options.sequences, prompt: PROMPT, answer: ANSWER, chunk: plan.options.chunk };
+        let (concurrency, chunk) = (plan.options.sequences, plan.options.chunk);
+        let tile = Device::tile(&plan.devices, plan.options.activations);
+        let load = Load { concurrency, prompt: PROMPT, answer: ANSWER, chunk, tile };
         let wish = Wish {
             objective: Objective::Throughput,
             load,

@@ -204,6 +204,7 @@ impl Open<'_> {
             sequences: self.options.sequences,
             context_max: self.checkpoint.config.context,
             chunk: self.options.chunk,
+            tile: Device::tile(&devices, self.options.activations),
         };
         let planned = wanted.wish(self.args, &problem);
         let stages = planner::best(&problem, &planned).map_err(|error| measured::refused(&error))?;

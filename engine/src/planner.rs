@@ -102,6 +102,8 @@ pub struct Load {
     pub answer: usize,
     /// Tokens of the largest micro-batch.
     pub chunk: usize,
+    /// Tokens of prompts that kernels compute at once; 1 where that is not known.
+    pub tile: usize,
 }
 
 impl Load {

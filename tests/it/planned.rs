@@ -124,7 +124,7 @@ fn t14_predictions_of_unequal_devices_are_within_fifteen_percent() {
     ];
     for (percents, split, levels) in cases {
         for sequences in levels {
-            let load = Load { concurrency: *sequences, prompt: PROMPT, answer: 24, chunk: CHUNK };
+            let load = Load { concurrency: *sequences, prompt: PROMPT, answer: 24, chunk: CHUNK, tile: 1 };
             let ratio = nearest(|| {
                 let problem = problem(&checkpoint, percents);
                 let stages = match split {
@@ -149,7 +149,7 @@ fn t14_predictions_of_unequal_devices_are_within_fifteen_percent() {
 fn t14_the_first_token_comes_when_it_is_predicted() {
     let checkpoint = checkpoint("tiny/llama-33");
     for percents in [&[100, 100, 100, 100][..], &[150, 100, 200, 100, 100, 100]] {
-        let load = Load { concurrency: 1, prompt: PROMPT, answer: 1, chunk: CHUNK };
+        let load = Load { concurrency: 1, prompt: PROMPT, answer: 1, chunk: CHUNK, tile: 1 };
         let ratio = nearest(|| {
             let problem = problem(&checkpoint, percents);
             let stages = planner::best(&problem, &wish(Objective::Latency, load, percents.len())).unwrap();

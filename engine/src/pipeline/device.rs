@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use pp_shaders::Profile;
+use pp_shaders::{Act, Profile};
 
 use super::uses;
 use crate::backend::gpu::Gpu;
@@ -74,6 +74,11 @@ impl Device {
             Device::Paced { .. } => "paced".to_owned(),
             Device::Remote(device) => device.info().id.clone(),
         }
+    }
+
+    /// Tokens of prompts that the kernels of such devices compute at once; those of the largest tile.
+    pub fn tile(devices: &[Device], activations: Act) -> usize {
+        devices.iter().map(|device| device.profile().token_tile(activations) as usize).max().unwrap_or(1)
     }
 
     /// Sizes of workgroups and tiles.

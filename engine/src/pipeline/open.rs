@@ -111,11 +111,9 @@ impl Pipeline {
         opening.prove(to_first.as_mut(), from_tail.as_mut(), cancel)?;
         opening.running.keeps = false;
         let now = Instant::now();
-        let act = options.activations;
-        let tile = devices.iter().map(|device| device.profile().token_tile(act)).max().unwrap_or(1);
         Ok(Pipeline {
             shares,
-            tile: tile as usize,
+            tile: Device::tile(devices, options.activations),
             seen: vec![(0, now); opening.stages.len()],
             stages: opening.stages,
             reports,

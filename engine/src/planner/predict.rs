@@ -54,7 +54,7 @@ fn round(problem: &Problem, stages: &[Stage], load: &Load, groups: usize) -> f64
 }
 
 /// What the stages take from each other, as the scheduler knows it.
-fn shares(problem: &Problem, stages: &[Stage]) -> Vec<Share> {
+pub(super) fn shares(problem: &Problem, stages: &[Stage]) -> Vec<Share> {
     let of = |stage: &Stage| {
         let compute = problem.devices[stage.device].compute;
         compute.map(|compute| Use { what: compute.group as u64, weight: compute.share, capacity: 1.0 })
@@ -89,13 +89,9 @@ pub fn expected(problem: &Problem, stages: &[Stage], load: &Load) -> Prediction 
     };
     let groups = costs.best_groups(load.concurrency.max(1));
     let found = prediction(problem, stages, load, groups, round(problem, stages, load, groups));
-    // How prompts are packed and mixed is the scheduler's affair. Stages that share what computes are slower than simulated.
+    // How prompts are packed and mixed is the scheduler's affair.
     let simulated = (load.concurrency > 1).then(|| simulate(problem, stages, load)).flatten();
-    let first_token_seconds = match simulated.map(|simulated| simulated.first_token_seconds) {
-        Some(first) if costs.shares.is_empty() => first,
-        Some(first) => found.first_token_seconds.max(first),
-        None => found.first_token_seconds,
-    };
+    let first_token_seconds = simulated.map_or(found.first_token_seconds, |simulated| simulated.first_token_seconds);
     Prediction { first_token_seconds, ..found }
 }
 

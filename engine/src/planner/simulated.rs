@@ -2,6 +2,7 @@
 
 use pp_shaders::PAGE;
 
+use super::predict::shares;
 use super::{Load, Prediction, Problem, Stage};
 use crate::law::HopCost;
 use crate::schedule::Limits;
@@ -14,10 +15,34 @@ const VOCAB: u32 = 1 << 15;
 /// When the second ones come: eleven days behind the first, which have ended by then.
 const LATER: Nanos = 1_000_000_000_000_000;
 
+/// How many times longer each stage takes for a prompt, all others computing as well, than alone: what it shares with
+/// them is theirs, too.
+fn slowed(problem: &Problem, stages: &[Stage]) -> Vec<f64> {
+    let alone: Vec<f64> = stages.iter().map(|stage| problem.curve(stage).step(PAGE)).collect();
+    let mut times = vec![1.0f64; stages.len()];
+    for share in shares(problem, stages) {
+        let slowest = share.stages.iter().map(|(stage, _)| alone[*stage]).fold(0.0, f64::max);
+        let slower = share.seconds(|stage| alone[stage]) / slowest;
+        share
+            .stages
+            .iter()
+            .filter(|_| slower.is_finite())
+            .for_each(|(stage, _)| times[*stage] = times[*stage].max(slower));
+    }
+    times
+}
+
+/// The median of what is sorted: between the two in the middle where there are two.
+fn middle(sorted: &[f64]) -> f64 {
+    let (below, above) = (sorted.get(sorted.len().saturating_sub(1) / 2), sorted.get(sorted.len() / 2));
+    below.zip(above).map_or(0.0, |(below, above)| below.midpoint(*above))
+}
+
 /// As [`super::predict`], by the simulator: the same scheduler over stages that take what α + βb and attention fit of
-/// their curves. Nothing where it comes to nothing.
+/// their curves, and as much longer as they are in each other's way. Nothing where it comes to nothing.
 pub fn simulate(problem: &Problem, stages: &[Stage], load: &Load) -> Option<Prediction> {
-    let costs = stages.iter().map(|stage| problem.curve(stage).law()).collect();
+    let slowed = slowed(problem, stages);
+    let costs = stages.iter().zip(slowed).map(|(stage, slower)| problem.curve(stage).law().times(slower)).collect();
     let between = stages.windows(2).map(|pair| problem.hop(Some(pair[0].device), Some(pair[1].device)));
     let first = problem.hop(None, stages.first().map(|stage| stage.device)).latency;
     let back = problem.hop(stages.last().map(|stage| stage.device), None).latency;
@@ -29,7 +54,7 @@ pub fn simulate(problem: &Problem, stages: &[Stage], load: &Load) -> Option<Pred
         stages: stages.len(),
         sequences: load.concurrency,
         batch_tokens: load.chunk.max(1),
-        tile: 1,
+        tile: load.tile,
         outputs: load.concurrency,
         pages: load.concurrency * (context.div_ceil(PAGE) + 1),
         context,
@@ -59,6 +84,6 @@ pub fn simulate(problem: &Problem, stages: &[Stage], load: &Load) -> Option<Pred
         groups: requests.scheduler().groups_for(load.concurrency),
         tokens_per_second: load.concurrency as f64 / seconds_per_token,
         seconds_per_token,
-        first_token_seconds: first.get((first.len().max(1) - 1) / 2).copied().unwrap_or(0.0),
+        first_token_seconds: middle(&first),
     })
 }

@@ -30,7 +30,7 @@ fn problem(devices: Vec<Device>) -> Problem {
     Problem { devices, pools: vec![None; pools], hops: vec![vec![HopCost::default(); places]; places], sampling: 0.0 }
 }
 
-const LOAD: Load = Load { concurrency: 4, prompt: 40, answer: 16, chunk: 16 };
+const LOAD: Load = Load { concurrency: 4, prompt: 40, answer: 16, chunk: 16, tile: 1 };
 
 fn wish(objective: Objective) -> Wish {
     Wish { objective, load: LOAD, kv_tokens: 1, stages: None, use_all: false, ordered: false }
@@ -210,7 +210,7 @@ fn any_wish(objective: Objective) -> impl Strategy<Value = Wish> {
         prop::bool::weighted(0.2),
     )
         .prop_map(move |(concurrency, prompt, answer, chunk, kv_tokens, stages, use_all, ordered)| {
-            let load = Load { concurrency, prompt, answer, chunk };
+            let load = Load { concurrency, prompt, answer, chunk, tile: 1 };
             Wish { objective, load, kv_tokens, stages: stages.filter(|_| !use_all), use_all, ordered }
         })
 }
@@ -379,6 +379,12 @@ fn the_law_of_the_ring_is_what_is_predicted() {
     let simulated = first(simulate(&problem, &stages, &short).unwrap());
     assert_eq!(first(super::expected(&problem, &stages, &short)), simulated);
     assert!(simulated < first(predict(&problem, &stages, &short)), "{simulated}");
+    // Where two stages are on one processor, everything takes twice as long while both compute.
+    let mut shared = problem.clone();
+    shared.devices.iter_mut().for_each(|device| device.compute = Some(Compute { group: 0, share: 1.0 }));
+    let (two, pair) = ([&stages[0], &stages[1]].map(Stage::clone), Load { concurrency: 2, ..short });
+    let [alone, beside] = [&problem, &shared].map(|problem| first(super::expected(problem, &two, &pair)));
+    assert!((beside / alone - 2.0).abs() < 0.01, "{beside} for {alone}");
     // A prompt of 40 tokens in chunks of 16: three micro-batches, the last one shorter.
     let [large, small] = [16.0, 8.0].map(|tokens| 0.004 + 2e-3 * tokens);
     let wanted = 4.0 * large + large + small;
@@ -407,7 +413,7 @@ fn the_simulator_says_what_the_law_says() {
     let problem = problem((0..4).map(|i| device(i, 8, 0.002, 1e-3)).collect());
     let stages: Vec<Stage> = (0..4).map(|device| Stage { device, layers: 2 * device..2 * device + 2 }).collect();
     for concurrency in [1, 4, 8] {
-        let load = Load { concurrency, prompt: 16, answer: 400, chunk: 16 };
+        let load = Load { concurrency, prompt: 16, answer: 400, chunk: 16, tile: 1 };
         let (law, simulated) = (predict(&problem, &stages, &load), simulate(&problem, &stages, &load).unwrap());
         let ratio = simulated.tokens_per_second / law.tokens_per_second;
         assert!((ratio - 1.0).abs() < 0.1, "{concurrency} at once: {simulated:?} for {law:?}");

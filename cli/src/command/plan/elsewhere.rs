@@ -78,6 +78,7 @@ pub(super) fn plan(checkpoint: &Checkpoint, args: &PlanArgs, path: &Path) -> Res
         sequences,
         context_max: max,
         chunk,
+        tile: Profile::CARD.token_tile(activations) as usize,
     };
     let wish = wanted.wish(pipeline, &problem);
     let stages = match settings::split(pipeline)? {
