@@ -115,9 +115,9 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     })?;
     let drain = Duration::from_secs(args.drain);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build()?;
-    runtime.block_on(serve(listener, state, found, args.max_connections as usize, drain, out))?;
+    let served = runtime.block_on(serve(listener, state, found, args.max_connections as usize, drain, out));
     runtime.shutdown_timeout(FAREWELL);
-    Ok(ExitCode::SUCCESS)
+    served.map(|()| ExitCode::SUCCESS)
 }
 
 /// Listens, so that a port that is taken is told at once.

@@ -179,8 +179,7 @@ impl Driver {
     /// A fault of this program: what the head knows cannot be relied upon. Everybody hears it, also those who ask until
     /// the service is ended.
     fn broke(mut self, panic: &(dyn Any + Send)) {
-        let said = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
-        let failure = Failure { stage: None, reason: format!("a fault in pp-run: {}", said.unwrap_or("a panic")) };
+        let failure = fault(panic);
         tracing::error!(reason = %failure.reason, "the head has panicked");
         {
             let mut view = self.shared.view();
@@ -201,6 +200,7 @@ impl Driver {
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
+        self.asked.try_iter().for_each(|ask| quietly(|| ask.refuse(failure.clone().into())));
     }
 
     /// Waits for something to do.
@@ -237,12 +237,17 @@ impl Driver {
             return hear(Notice::Refused(reopening.failure.clone().into()));
         }
         let answers_left = request.choices.max(1);
-        match self.head.submit(request) {
-            Ok(id) => {
+        match std::panic::catch_unwind(AssertUnwindSafe(|| self.head.submit(request))) {
+            Ok(Ok(id)) => {
                 hear(Notice::Taken(id));
                 self.running.insert(id, Running { hear, gone, answers_left });
             }
-            Err(error) => hear(Notice::Refused(refusal(error))),
+            Ok(Err(error)) => hear(Notice::Refused(refusal(error))),
+            // It is not among those that run, which are told.
+            Err(panic) => {
+                quietly(|| hear(Notice::Failed(fault(panic.as_ref()))));
+                std::panic::resume_unwind(panic);
+            }
         }
     }
 
@@ -456,6 +461,12 @@ impl Driver {
             (probing.hear)(Err(ServiceError::Draining));
         }
     }
+}
+
+/// What a panic is to those who are told.
+fn fault(panic: &(dyn Any + Send)) -> Failure {
+    let said = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+    Failure { stage: None, reason: format!("a fault in pp-run: {}", said.unwrap_or("a panic")) }
 }
 
 /// Tells somebody, who may be what panicked.
