@@ -211,7 +211,7 @@ impl Scheduler {
             (None, Some(costs)) => costs.best_groups(decoding),
             (None, None) => self.limits.stages,
         };
-        wanted.clamp(1, decoding.min(self.limits.in_flight))
+        wanted.clamp(1, decoding.clamp(1, self.limits.in_flight))
     }
 
     /// Admitted sequences whose prompt has been sent.
@@ -268,7 +268,12 @@ impl Scheduler {
         let decode_flights = self.in_flight.iter().filter(|flight| flight.decodes).count();
         if self.in_flight.len() < self.limits.in_flight {
             let groups = self.groups();
-            if decode_flights < groups {
+            // Where prompts wait, one place in the pipe is not for decode.
+            let for_decode = match self.prefilling.is_empty() {
+                true => groups,
+                false => groups.min((self.limits.in_flight - 1).max(1)),
+            };
+            if decode_flights < for_decode {
                 self.take_ready(&mut batch, groups);
             }
             // Chunks of prompts go ahead of answers, so one more than the stages can keep each of them busy.

@@ -244,6 +244,23 @@ fn chunks_fill_whole_tiles_with_what_decodes() {
 }
 
 #[test]
+fn prompts_get_on_where_groups_would_take_every_place() {
+    let mut scheduler = Scheduler::new(Limits { batch_tokens: 1, in_flight: 3, groups: Some(3), ..limits() });
+    for _ in 0..3 {
+        scheduler.submit(job(1), 0).unwrap();
+        sent(&mut scheduler);
+    }
+    let last = scheduler.submit(job(2), 0).unwrap();
+    let is_its = |batch: &Batch| batch.parts.iter().any(|part| part.choice.request == last);
+    let mut tokens = 0;
+    for _ in 0..12 {
+        answer(&mut scheduler, 1);
+        tokens += usize::from(is_its(&sent(&mut scheduler)));
+    }
+    assert!(tokens >= 2, "{tokens} of twelve");
+}
+
+#[test]
 fn a_draw_that_is_not_decided_computes_the_token_again() {
     let mut scheduler = Scheduler::new(limits());
     scheduler.submit(job(40), 0).unwrap();

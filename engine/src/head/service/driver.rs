@@ -13,6 +13,7 @@ use super::{Ask, Failure, Hear, HearProbe, NotReopened, Notice, Pipe, Probe, Reo
 use crate::head::{Event, Head, HeadError, Request, Slow, Turn};
 use crate::pipeline::{Past, Pipeline};
 use crate::schedule::{RequestId, Status};
+use crate::worker::panic_message;
 
 /// How long a turn waits for the pipe when nothing interrupts it.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -394,8 +395,9 @@ impl Driver {
         let (error, past) = (reopening.error.clone(), reopening.past.clone());
         let open = move || {
             let opened = std::panic::catch_unwind(AssertUnwindSafe(|| reopen(&error, &past)));
-            let panicked = |_| Err(NotReopened::Failed("opening the pipeline again panicked".to_owned()));
-            let pipeline = opened.unwrap_or_else(panicked);
+            let panicked =
+                |panic: &(dyn Any + Send)| format!("opening the pipeline again panicked: {}", panic_message(panic));
+            let pipeline = opened.unwrap_or_else(|panic| Err(NotReopened::Failed(panicked(panic.as_ref()))));
             // The service may have been stopped.
             let _ = sender.send(Opened { reopen, pipeline });
         };
@@ -465,8 +467,7 @@ impl Driver {
 
 /// What a panic is to those who are told.
 fn fault(panic: &(dyn Any + Send)) -> Failure {
-    let said = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
-    Failure { stage: None, reason: format!("a fault in pp-run: {}", said.unwrap_or("a panic")) }
+    Failure { stage: None, reason: format!("a fault in pp-run: {}", panic_message(panic)) }
 }
 
 /// Tells somebody, who may be what panicked.
