@@ -281,7 +281,7 @@ impl Head {
         cancel: &AtomicBool,
         say: &mut dyn FnMut(Event),
     ) -> Result<Turn, HeadError> {
-        std::mem::take(&mut self.replayed).into_iter().for_each(&mut *say);
+        self.say_replayed(say);
         let turn = self.try_turn(patience, cancel, say);
         if let Err(error) = &turn
             && !error.is_cancelled()
@@ -319,9 +319,6 @@ impl Head {
         let waiting = self.fill()?;
         self.account(HeadState::Working);
         let Some(waiting) = waiting else { return Ok(Turn::Idle) };
-        if self.pipeline.in_flight() == 0 {
-            return Err(HeadError::Stuck { waiting: self.running.len() });
-        }
         self.be_patient();
         let received = self.pipeline.receive_within(patience, cancel);
         self.account(waiting);
@@ -348,9 +345,16 @@ impl Head {
             if self.must_wait_for_probe()? {
                 return Ok(Some(HeadState::Waiting));
             }
+            if self.pipeline.room() > 0 && !self.pipeline.has_room() {
+                // What was given up is not taken: by a stage that hangs, maybe.
+                return Ok(Some(HeadState::Waiting));
+            }
             let formed = self.recorder.now();
             match self.scheduler.next(formed) {
                 Next::Send(batch) => self.send(&batch, formed)?,
+                Next::Wait { .. } if self.pipeline.in_flight() == 0 => {
+                    return Err(HeadError::Stuck { waiting: self.running.len() });
+                }
                 Next::Wait { for_pages: true } => return Ok(Some(HeadState::KvWait)),
                 Next::Wait { for_pages: false } => return Ok(Some(HeadState::Waiting)),
                 Next::Idle => return Ok((self.pipeline.in_flight() > 0).then_some(HeadState::Idle)),
@@ -601,6 +605,7 @@ impl Head {
         };
         while self.running.contains_key(&id) || !self.replayed.is_empty() {
             if cancel.load(Ordering::Relaxed) {
+                self.say_replayed(&mut hear);
                 self.cancel(id, &mut hear);
                 break;
             }

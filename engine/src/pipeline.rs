@@ -299,10 +299,20 @@ pub struct Pipeline {
     /// When the tail was last heard, or work given to an empty pipe.
     heard: Instant,
     in_flight_max: usize,
-    /// Steps that each stage had done when that last changed, and when it did.
-    seen: Vec<(u64, Instant)>,
-    /// How long a stage may compute one micro-batch.
+    /// What was seen of each stage.
+    seen: Vec<Seen>,
+    /// How long a stage may compute one micro-batch, …
     patience: Duration,
+    /// … and one that was given up, while there may be such.
+    given_up: Duration,
+}
+
+/// Since when a stage computes what it is at.
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    done: u64,
+    is_computing: bool,
+    since: Instant,
 }
 
 /// A stage that is still loading: how far it is.
@@ -364,12 +374,18 @@ impl Pipeline {
         self.in_flight_max - self.in_flight.len()
     }
 
+    /// Whether [`Pipeline::send`] would not wait: on the way to the first stage there may lie what was given up, too.
+    pub fn has_room(&self) -> bool {
+        self.room() > 0 && self.to_first.has_room()
+    }
+
     /// Micro-batches sent and not answered.
     pub fn in_flight(&self) -> usize {
         self.in_flight.len()
     }
 
-    /// Sends a micro-batch of a decode group down the pipe; returns the number of the step.
+    /// Sends a micro-batch of a decode group down the pipe; returns the number of the step. Waits while the link to the
+    /// first stage is full ([`Pipeline::has_room`]).
     ///
     /// # Errors
     /// [`PipelineError`] when a stage is gone.
@@ -386,6 +402,8 @@ impl Pipeline {
         }
         if self.in_flight.is_empty() {
             self.heard = Instant::now();
+            // Nobody has looked while the pipe was empty.
+            self.look();
         }
         // What was expected of other micro-batches says nothing of this one.
         self.patience = PATIENCE;
@@ -408,7 +426,10 @@ impl Pipeline {
     pub fn abandon(&mut self) {
         let epoch = self.epoch.fetch_add(1, Ordering::Relaxed) + 1;
         self.running.workers.iter().for_each(|worker| worker.epoch(epoch));
-        self.in_flight.clear();
+        if !self.in_flight.is_empty() {
+            self.in_flight.clear();
+            self.given_up = self.given_up.max(self.patience);
+        }
         // Answers that nobody wants make room for those to come.
         while self.from_tail.receive(Duration::ZERO).is_ok() {}
     }
@@ -426,34 +447,26 @@ impl Pipeline {
         Past { recorder: self.recorder.clone(), epoch: self.epoch(), next_step: self.next_step, ending }
     }
 
-    /// The answer to the oldest micro-batch in flight.
+    /// The answer to the oldest micro-batch in flight, with the instant at which it lay ready; nothing when none came within
+    /// `patience`, or when something can be sent that could not before.
     ///
     /// # Errors
     /// [`PipelineError`] when a stage failed, and when `cancel` is set.
-    pub fn receive(&mut self, cancel: &AtomicBool) -> Result<Outputs, PipelineError> {
-        loop {
-            if let Some((outputs, _)) = self.receive_within(PATIENCE, cancel)? {
-                return Ok(outputs);
-            }
-        }
-    }
-
-    /// As [`Pipeline::receive`], with the instant at which the answer lay ready; nothing when none came within
-    /// `patience`.
-    ///
-    /// # Errors
-    /// As [`Pipeline::receive`].
     pub fn receive_within(
         &mut self,
         patience: Duration,
         cancel: &AtomicBool,
     ) -> Result<Option<(Outputs, Instant)>, PipelineError> {
         let until = Instant::now() + patience;
+        let was_full = self.room() > 0 && !self.has_room();
         loop {
             match self.from_tail.receive(GLANCE.min(until.saturating_duration_since(Instant::now()))) {
                 Ok(arrival) if arrival.frame.header.epoch != self.epoch() => {}
                 Ok(Arrival { frame, at }) => {
                     self.heard = Instant::now();
+                    self.look();
+                    // What was sent before has crossed every stage, or was dropped.
+                    self.given_up = Duration::ZERO;
                     let (step, wanted) = self.in_flight.pop_front().unzip();
                     if step != Some(frame.header.step) {
                         return Err(PipelineError::Order { expected: step, found: frame.header.step });
@@ -473,7 +486,7 @@ impl Pipeline {
                         return Err(PipelineError::Cancelled);
                     }
                     self.check_progress()?;
-                    if Instant::now() >= until {
+                    if Instant::now() >= until || was_full && self.has_room() {
                         return Ok(None);
                     }
                 }
@@ -498,30 +511,35 @@ impl Pipeline {
         self.patience = patience;
     }
 
-    /// Whether what is in flight moves.
+    /// Sees which stages have gone on.
+    fn look(&mut self) {
+        let now = Instant::now();
+        for (counters, seen) in self.counters.iter().zip(&mut self.seen) {
+            let (begun, done) = counters.progress();
+            if !seen.is_computing || done != seen.done {
+                seen.since = now;
+            }
+            (seen.done, seen.is_computing) = (done, begun > done);
+        }
+    }
+
+    /// Whether what is in flight moves, and what was given up.
     ///
     /// # Errors
     /// [`PipelineError::Wedged`] when a stage computes one micro-batch for too long, [`PipelineError::Silent`] when
     /// none computes and nothing comes.
     fn check_progress(&mut self) -> Result<(), PipelineError> {
-        let now = Instant::now();
-        let waited = now - self.heard;
-        let mut computing = false;
-        for (index, (counters, (steps, since))) in self.counters.iter().zip(&mut self.seen).enumerate() {
-            let (begun, done) = counters.progress();
-            if begun == done || done != *steps {
-                (*steps, *since) = (done, now.max(*since));
-            }
-            // Nobody has looked while the pipe was empty.
-            let busy = now - self.heard.max(*since);
+        self.look();
+        let patience = self.patience.max(self.given_up);
+        for ((counters, seen), stage) in self.counters.iter().zip(&self.seen).zip(&self.stages) {
             let is_preparing = counters.preparing.load(Ordering::Relaxed);
-            let patience = if is_preparing { self.patience.max(PATIENCE) } else { self.patience };
-            if begun > done && busy > patience {
-                return Err(PipelineError::Wedged { stage: self.stages[index].clone(), seconds: busy.as_secs() });
+            let (busy, patience) = (seen.since.elapsed(), if is_preparing { patience.max(PATIENCE) } else { patience });
+            if seen.is_computing && busy > patience {
+                return Err(PipelineError::Wedged { stage: stage.clone(), seconds: busy.as_secs() });
             }
-            computing |= begun > done;
         }
-        if self.in_flight.is_empty() || computing || waited <= SILENT_TIMES * self.patience {
+        let (is_computing, waited) = (self.seen.iter().any(|seen| seen.is_computing), self.heard.elapsed());
+        if self.in_flight.is_empty() || is_computing || waited <= SILENT_TIMES * patience {
             return Ok(());
         }
         Err(PipelineError::Silent { stage: self.holding().clone(), seconds: waited.as_secs() })

@@ -146,6 +146,24 @@ fn open(
     Pipeline::open_with(checkpoint, &specs, options, &between, &devices, &mut |_, _| {}, &go_on).unwrap()
 }
 
+/// What has nothing left to compute waits for no pipeline.
+#[test]
+fn what_was_complete_when_it_was_asked_ends_while_there_is_no_pipeline() {
+    let mut rig = Rig::new("tiny/llama-33", &[17, 16], exact(192), &twins(), 0);
+    let request = Request { prompt: vec![3, 50, 120], max_tokens: 4, ..Request::default() };
+    rig.ask(std::slice::from_ref(&request));
+    rig.finish();
+    let whole = rig.answers.pop_first().unwrap().1;
+    rig.head.suspend();
+    rig.ask(&[Request { begun: vec![whole.tokens.clone()], ..request.clone() }, request]);
+    let answers = &mut rig.answers;
+    rig.head.meanwhile(&mut |event| hear(answers, &mut BTreeMap::new(), event));
+    let told: Vec<&Answer> = rig.answers.values().collect();
+    assert!(
+        matches!(told[..], [answer] if bits(answer) == bits(&whole) && answer.finish_reason == whole.finish_reason)
+    );
+}
+
 /// Prompts that begin alike and others, greedy and drawn, one with two answers, one of a form.
 fn workload(checkpoint: &Checkpoint, longest: usize, tokens: usize) -> Vec<Request> {
     let mut random = Random::new(11);
@@ -397,7 +415,7 @@ fn what_is_asked_during_an_outage_waits_and_deadlines_hold() {
     let late = rig.head.submit(Request { deadline: Some(Duration::from_millis(1)), ..request(3) }).unwrap();
     std::thread::sleep(Duration::from_millis(5));
     let mut ended = Vec::new();
-    rig.head.expire(&mut |event| {
+    rig.head.meanwhile(&mut |event| {
         if let Event::Done { choice, answer } = event {
             ended.push((choice.request, answer.finish_reason));
         }

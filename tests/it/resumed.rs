@@ -94,10 +94,11 @@ fn answers_go_on_from_anywhere_as_if_they_had_not_stopped() {
 fn answers_that_have_ended_are_told_without_computing() {
     let whole = said(&mut head(true), request(4)).remove(0).0;
     let mut head = head(true);
-    let answer = head
-        .generate(Request { begun: vec![whole.clone()], ..request(4) }, &AtomicBool::new(false), &mut |_| {})
-        .unwrap();
-    assert_eq!(answer.tokens, whole);
+    for is_cancelled in [false, true] {
+        let complete = Request { begun: vec![whole.clone()], ..request(4) };
+        let answer = head.generate(complete, &AtomicBool::new(is_cancelled), &mut |_| {}).unwrap();
+        assert_eq!((answer.tokens, answer.finish_reason), (whole.clone(), FinishReason::Length));
+    }
     let tokens = head.pipeline().counters()[0].tokens.load(std::sync::atomic::Ordering::Relaxed);
     assert_eq!(tokens, 0, "nothing went through the pipe");
     let other =

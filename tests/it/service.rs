@@ -51,13 +51,15 @@ fn held(hold: &Arc<AtomicBool>, between: &PipelineOptions) -> Head {
 }
 
 fn held_pipeline(hold: &Arc<AtomicBool>, between: &PipelineOptions) -> Pipeline {
+    pipeline_held_at(1, hold, between)
+}
+
+fn pipeline_held_at(stage: usize, hold: &Arc<AtomicBool>, between: &PipelineOptions) -> Pipeline {
     let checkpoint = checkpoint("tiny/llama-33");
     let (alpha, beta) = (Duration::from_millis(3), Duration::ZERO);
     let pace = Pace { alpha, beta, ..Pace::default() };
-    let devices = [
-        Device::paced(alpha, beta, Profile::CARD),
-        Device::Paced { pace, profile: Profile::CARD, hold: hold.clone(), brake: Arc::default() },
-    ];
+    let mut devices = [Device::paced(alpha, beta, Profile::CARD), Device::paced(alpha, beta, Profile::CARD)];
+    devices[stage] = Device::Paced { pace, profile: Profile::CARD, hold: hold.clone(), brake: Arc::default() };
     let specs = StageSpec::pipeline(&[17, 16]);
     let go_on = AtomicBool::new(false);
     Pipeline::open_with(&checkpoint, &specs, options(), between, &devices, &mut |_, _| {}, &go_on).unwrap()
@@ -277,6 +279,32 @@ fn a_pipeline_that_fails_is_told_and_replaced() {
     assert_eq!((standing.failures, standing.restarts, standing.pipe.number), (1, 1, 1));
     assert_eq!(opened.load(Ordering::Relaxed), 2);
     assert_eq!(answers(service.notices(request(1, 4, 40))).unwrap()[0].tokens.len(), 40);
+}
+
+#[test]
+fn a_stage_that_hangs_is_found_though_everybody_gives_up_before_and_asks_again() {
+    for stage in [0, 1] {
+        let hold = Arc::new(AtomicBool::new(false));
+        let pipeline = pipeline_held_at(stage, &hold, &PipelineOptions::default());
+        let head = Head::new(pipeline, tokenizer(&checkpoint("tiny/llama-33")), HeadOptions::default());
+        let service = Service::start(head, None).unwrap();
+        // Enough for the costs to be known.
+        assert_eq!(answers(service.notices(request(1, 4, 40))).unwrap()[0].tokens.len(), 40);
+        hold.store(true, Ordering::Relaxed);
+        let until = Instant::now() + SOON;
+        let mut given_up = 0;
+        while service.standing().down.is_none() {
+            assert!(Instant::now() < until, "stage {stage}: {given_up} requests, {:?}", service.standing());
+            let notices = service.notices(request(given_up, 4, 40));
+            drop(notices.within(Duration::from_millis(10)));
+            std::thread::sleep(Duration::from_millis(10));
+            given_up += 1;
+        }
+        let failure = service.standing().down.expect("it was seen");
+        assert_eq!(failure.stage.map(|stage| stage.index), Some(stage), "{}", failure.reason);
+        assert!(failure.reason.contains("wedged"), "{}", failure.reason);
+        hold.store(false, Ordering::Relaxed);
+    }
 }
 
 #[test]

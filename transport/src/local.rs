@@ -41,6 +41,12 @@ impl Port for LocalPort {
         Ok(())
     }
 
+    fn has_room(&self) -> bool {
+        let mut room = Select::new();
+        room.send(&self.to);
+        room.try_ready().is_ok()
+    }
+
     fn receive(&mut self, timeout: Duration) -> Result<Arrival, PortError> {
         self.from.recv_timeout(timeout).map_err(|e| match e {
             RecvTimeoutError::Timeout => PortError::Timeout { timeout },
@@ -77,7 +83,9 @@ mod tests {
     #[test]
     fn a_full_link_makes_the_sender_wait() {
         let (mut a, mut b) = pair(1);
+        assert!(a.has_room());
         a.send(frame(1)).unwrap();
+        assert!(!a.has_room());
         let sender = std::thread::spawn(move || a.send(frame(2)));
         let room = Instant::now();
         let first = b.receive(SOON).unwrap();
@@ -85,6 +93,15 @@ mod tests {
         assert_eq!((first.frame, second.frame), (frame(1), frame(2)));
         assert!(first.at <= room && room <= second.at, "a frame arrives when the link has room for it");
         sender.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn a_link_that_is_gone_is_not_waited_for() {
+        let (mut a, b) = pair(1);
+        a.send(frame(1)).unwrap();
+        drop(b);
+        assert!(a.has_room());
+        assert_eq!(a.send(frame(2)), Err(PortError::Closed));
     }
 
     #[test]

@@ -24,6 +24,9 @@ pub trait Port: Send {
     /// [`PortError::Closed`] or [`PortError::Lost`] when the other end is gone, [`PortError::Frame`] when the payload is over the limit.
     fn send(&mut self, frame: Frame) -> Result<(), PortError>;
 
+    /// Whether [`Port::send`] would not wait: the link takes a frame, or says why it takes none any more.
+    fn has_room(&self) -> bool;
+
     /// The next frame, waiting at most `timeout`; zero does not wait.
     ///
     /// # Errors

@@ -61,7 +61,7 @@ impl Head {
 
     /// Sends the probe that is wanted. True while a probe takes the room that the scheduler counts on.
     pub(super) fn must_wait_for_probe(&mut self) -> Result<bool, HeadError> {
-        if self.crossings.wanted && self.pipeline.room() > 0 {
+        if self.crossings.wanted && self.pipeline.has_room() {
             let sent = self.recorder.now();
             let step = self.pipeline.send(&Step::default(), 0)?;
             self.crossings.wanted = false;

@@ -158,8 +158,10 @@ impl Head {
         self.in_flight.clear();
     }
 
-    /// Ends the requests whose deadline has passed, while there is no pipeline.
-    pub fn expire(&mut self, say: &mut dyn FnMut(Event)) {
+    /// What there is to say while there is no pipeline: of requests whose deadline has passed, and of those that were
+    /// complete when they were asked.
+    pub fn meanwhile(&mut self, say: &mut dyn FnMut(Event)) {
+        self.say_replayed(say);
         for request in self.scheduler.expire(self.recorder.now()) {
             self.end(request, FinishReason::Deadline, say);
         }

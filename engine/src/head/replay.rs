@@ -1,6 +1,6 @@
 //! Answers that have begun elsewhere, or before: they go on as if they had begun here.
 
-use super::{Head, Token};
+use super::{Event, Head, Token};
 use crate::schedule::{Choice, RequestId};
 
 impl Head {
@@ -14,5 +14,10 @@ impl Head {
             }
         }
         self.replayed = events;
+    }
+
+    /// Says what has come of that and was not said yet.
+    pub(super) fn say_replayed(&mut self, say: &mut dyn FnMut(Event)) {
+        std::mem::take(&mut self.replayed).into_iter().for_each(say);
     }
 }

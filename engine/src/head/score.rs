@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use pp_shaders::PAGE;
 
-use super::{Head, HeadError};
+use super::{Head, HeadError, PATIENCE};
 use crate::message::{OutputRequest, Outputs, Span, Step};
 use crate::pipeline::PipelineError;
 use crate::schedule::Refused;
@@ -121,7 +121,7 @@ impl Head {
             if cancel.load(Ordering::Relaxed) {
                 return Err(PipelineError::Cancelled.into());
             }
-            if sent < ids.len() && self.pipeline.room() > 0 {
+            if sent < ids.len() && self.pipeline.has_room() {
                 let end = ids.len().min(sent + chunk);
                 let span = Span {
                     request: 0,
@@ -141,11 +141,11 @@ impl Head {
                 self.pipeline.send(&step, 0)?;
                 sent = end;
                 // Answers are taken as they come, but only waited for when the pipe is full or all is sent.
-                if sent < ids.len() && self.pipeline.room() > 0 {
+                if sent < ids.len() && self.pipeline.has_room() {
                     continue;
                 }
             }
-            let outputs = self.pipeline.receive(cancel)?;
+            let Some((outputs, _)) = self.pipeline.receive_within(PATIENCE, cancel)? else { continue };
             done = ids.len().min(done + chunk);
             answer(outputs, done);
         }

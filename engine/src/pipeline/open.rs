@@ -15,7 +15,7 @@ use super::supply::{self, Supply};
 use super::thread::{EDGE_PATIENCE, EVENTS_PER_STAGE, Event, Home, Ports, StageThread};
 use super::{
     Device, IN_FLIGHT_PER_STAGE, LOOK, Model, OnProgress, PATIENCE, Pipeline, PipelineError, PipelineOptions, Running,
-    StageName, StageReport,
+    Seen, StageName, StageReport,
 };
 use crate::checkpoint::Checkpoint;
 use crate::cluster::control::{Neighbour, Plan, Task};
@@ -114,7 +114,7 @@ impl Pipeline {
         Ok(Pipeline {
             shares,
             tile: Device::tile(devices, options.activations),
-            seen: vec![(0, now); opening.stages.len()],
+            seen: vec![Seen { done: 0, is_computing: false, since: now }; opening.stages.len()],
             stages: opening.stages,
             reports,
             counters: opening.counters,
@@ -131,6 +131,7 @@ impl Pipeline {
             heard: now,
             in_flight_max,
             patience: PATIENCE,
+            given_up: Duration::ZERO,
         })
     }
 }

@@ -81,8 +81,9 @@ impl Load {
                 cancels.entry(at.max(request.at)).or_default().push(i);
             }
         }
+        // Whoever wants more answers than there are sequences is refused.
         let outcome = |request: &Request| Outcome {
-            answers: vec![Vec::new(); request.choices.max(1) as usize],
+            answers: vec![Vec::new(); (request.choices.max(1) as usize).min(limits.sequences)],
             ..Outcome::default()
         };
         Load {

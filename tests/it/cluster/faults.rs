@@ -170,6 +170,7 @@ fn another_model_is_refused_with_both_sides() {
         "{text}"
     );
     // The worker is of use afterwards.
+    assert!(within(SOON, || cluster.workers[0].server.holder().is_none()));
     let pipeline = cluster.pipeline(&there, &[1, 1], exact(128), &places);
     pipeline.unwrap();
 }

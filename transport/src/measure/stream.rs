@@ -133,6 +133,11 @@ impl<S: Read + Write + Send> Port for StreamPort<S> {
         self.write(&message.header(), &message.payload()).map_err(|_| PortError::Closed)
     }
 
+    /// The system has buffers of its own, of which it is not known how full they are.
+    fn has_room(&self) -> bool {
+        true
+    }
+
     /// The time counts from the last bytes that came.
     fn receive(&mut self, timeout: Duration) -> Result<Arrival, PortError> {
         if self.patience != Some(timeout) {

@@ -150,6 +150,11 @@ impl Port for LinkPort {
         self.send_frame(frame)
     }
 
+    fn has_room(&self) -> bool {
+        let state = self.0.shared.lock();
+        state.is_over() || state.link.as_ref().is_some_and(Link::can_send)
+    }
+
     fn receive(&mut self, timeout: Duration) -> Result<Arrival, PortError> {
         self.receive_frame(timeout)
     }

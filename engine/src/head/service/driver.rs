@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
 
 use super::{Ask, Failure, Hear, HearProbe, NotReopened, Notice, Pipe, Probe, Reopen, ServiceError, Shared, Standing};
-use crate::head::{Event, Head, HeadError, Request, Slow, Turn};
+use crate::head::{Event, FinishReason, Head, HeadError, Request, Slow, Turn};
 use crate::pipeline::{Past, Pipeline};
 use crate::schedule::{RequestId, Status};
 use crate::worker::panic_message;
@@ -165,7 +165,7 @@ impl Driver {
                 let turned = self.head.turn(PATIENCE, &self.shared.interrupt, &mut |event| events.push(event));
                 self.turned(turned, events)
             } else {
-                self.head.expire(&mut |event| events.push(event));
+                self.head.meanwhile(&mut |event| events.push(event));
                 events.into_iter().for_each(|event| self.tell(event));
                 self.shared.view().requests = self.head.running();
                 self.look_at_next();
@@ -381,9 +381,13 @@ impl Driver {
 
     /// What was asked ends with what there is of it.
     fn give_up(&mut self, failure: &Failure, mut events: Vec<Event>) {
-        self.tell_all(&Notice::Failed(failure.clone()));
-        self.head.fail(&mut |event| events.push(event));
+        // Whoever has ended before has not failed.
+        let first = events.iter().position(has_failed).unwrap_or(events.len());
+        let mut failed = events.split_off(first);
         events.into_iter().for_each(|event| self.tell(event));
+        self.tell_all(&Notice::Failed(failure.clone()));
+        self.head.fail(&mut |event| failed.push(event));
+        failed.into_iter().for_each(|event| self.tell(event));
         self.running.clear();
         self.shared.view().requests = 0;
     }
@@ -463,6 +467,10 @@ impl Driver {
             (probing.hear)(Err(ServiceError::Draining));
         }
     }
+}
+
+fn has_failed(event: &Event) -> bool {
+    matches!(event, Event::Done { answer, .. } if answer.finish_reason == FinishReason::Failed)
 }
 
 /// What a panic is to those who are told.
